@@ -1,0 +1,163 @@
+"""How a run takes hold of the cluster: the first time, after a pause, after the controller or a role died. One way."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from services.controller import verbs
+from services.controller.checkpoints import Checkpoint, complete, load, root_of
+from services.controller.cluster import Cluster, Session
+from services.controller.dispatch import gather
+from services.controller.journal import Journal, Position, encode_weights
+from services.controller.pool import RoleMissing
+from services.controller.replica import Member, Refused, ReplicaLost, operate
+from shared.config import RunConfig
+from shared.gen.sextet.v1 import actor_pb2, role_pb2
+from shared.places import place
+from shared.rpc.errors import SextetError
+from shared.state import StateStore
+
+log = structlog.get_logger()
+EPOCH_KEY = "sextet:epoch"
+
+
+async def new_term(store: StateStore, cluster: Cluster, journal: Journal) -> int:
+    """A fencing epoch above all that were ever used: the store may have been emptied, roles and journals remember."""
+    members = [member for pool in cluster.pools.values() for member in pool.members]
+    answers = await asyncio.gather(*(member.describe() for member in members), return_exceptions=True)
+    seen = [answer.epoch for answer in answers if isinstance(answer, role_pb2.DescribeResponse)]
+    highest = max([journal.epoch, *seen])
+    epoch = await store.increment(EPOCH_KEY)
+    if epoch <= highest:
+        epoch = highest + 1
+        await store.put(EPOCH_KEY, str(epoch).encode())
+    return epoch
+
+
+class Establishment:
+    """Brings all roles of a run to one position: where they are, if they hold it; else to the newest checkpoint.
+
+    Args:
+        directory: the run's directory.
+        cause: why the run lost its hold, if it had one.
+    """
+
+    def __init__(
+        self, store: StateStore, cluster: Cluster, journal: Journal, config: RunConfig, directory: Path, cause: str = ""
+    ) -> None:
+        self._store, self._cluster, self._journal = store, cluster, journal
+        self._config, self._directory, self._cause = config, directory, cause
+        self.epoch = 0
+
+    async def run(self, run: str, config_json: str, roles: frozenset[str], *, back: bool) -> Session:
+        """The session, with all roles ready.
+
+        Args:
+            back: to the checkpoint in any case, since the step in progress can't be finished.
+
+        Raises:
+            RoleMissing: a role is missing; Refused: a role can't do this run.
+        """
+        session = await self._begin(run, config_json, roles)
+        if self._journal.begun and not back and await self._held(session):
+            try:
+                return await self._settle(session, self._attach(session))
+            except RoleMissing as error:
+                # A rollout may need weights that nobody has any more.
+                log.warning("the run can't go on where it is", run=run, error=str(error))
+                session = await self._begin(run, config_json, roles)
+        return await self._settle(session, await self._restore(session))
+
+    async def _begin(self, run: str, config_json: str, roles: frozenset[str]) -> Session:
+        await self._cluster.refresh()
+        self.epoch = epoch = await new_term(self._store, self._cluster, self._journal)
+        session = Session(run, self._config, config_json, roles, epoch, self._journal.take)
+        session.facts = {role: dict(facts) for role, facts in self._journal.facts.items()}
+        session.step = self._journal.position.step + 1
+        await self._cluster.unassign()
+        await self._cluster.assign(session)
+        session.kept = await self._kept_members(roles & verbs.KEPT)
+        return session
+
+    async def _settle(self, session: Session, position: Position) -> Session:
+        session.settled.set()
+        await self._cluster.unless_lost(session, self._wait(session.roles))
+        await self._journal.begin(session.epoch, position, session.facts)
+        return session
+
+    async def _kept_members(self, roles: frozenset[str]) -> dict[str, Member]:
+        timeout = self._config.recovery.replica_timeout
+        found = await gather(self._cluster.pools[role].wait(1, timeout) for role in sorted(roles))
+        return dict(zip(sorted(roles), (members[0] for members in found), strict=True))
+
+    async def _held(self, session: Session) -> bool:
+        """Actor and critic hold the committed state of this run, or what the step in progress made of it.
+
+        That step is then played again under the same ids: what was done answers with its result, what was not is done.
+        Should its inputs turn out to differ, the role refuses the update, and only then the run goes back.
+        """
+        for role, member in session.kept.items():
+            try:
+                standing = await member.describe()
+            except (SextetError, ReplicaLost):
+                return False
+            committed = self._journal.position.versions[role]
+            ahead = standing.version > committed and f"{role}.update" in self._journal.issued
+            if standing.fault or standing.run != session.run or not (ahead or standing.version == committed):
+                return False
+        return True
+
+    def _attach(self, session: Session) -> Position:
+        session.weights = self._journal.position.weights_ref
+        session.attached = True
+        session.ahead = "actor.update" in self._journal.issued
+        return self._journal.position
+
+    async def _restore(self, session: Session) -> Position:
+        if self._journal.begun:
+            await self._journal.rollback(session.epoch, self._cause or "the roles do not hold its state")
+            session.take = self._journal.take
+        root = root_of(self._config, session.run, self._directory)
+        checkpoints = await asyncio.to_thread(complete, root)
+        if self._config.resume_from:
+            checkpoints.append(await asyncio.to_thread(load, place(self._config.resume_from)))
+        position = await self._configure_kept(session, checkpoints)
+        session.step = position.step + 1
+        if any(position.versions.values()):
+            published = await operate(
+                session.kept["actor"],
+                verbs.PUBLISH_WEIGHTS,
+                session.identify(actor_pb2.PublishWeightsRequest(), verbs.PUBLISH_WEIGHTS),
+                self._config.recovery,
+            )
+            session.weights = published.weights
+            position = replace(position, weights=encode_weights(published.weights))
+        return position
+
+    async def _configure_kept(self, session: Session, checkpoints: list[Checkpoint]) -> Position:
+        """Loads the newest checkpoint that all of them can load, or the model as configured."""
+        for checkpoint in checkpoints:
+            try:
+                versions = await self._configure_all(session, checkpoint)
+            except Refused as error:
+                log.warning("checkpoint refused", directory=str(checkpoint.directory), error=str(error))
+                if checkpoint is checkpoints[-1]:
+                    raise
+            else:
+                return replace(checkpoint.position, versions=versions)
+        return Position(versions=await self._configure_all(session, None))
+
+    async def _configure_all(self, session: Session, checkpoint: Checkpoint | None) -> dict[str, int]:
+        roles = sorted(session.kept)
+        versions = await gather(
+            self._cluster.configure(session.kept[role], session, checkpoint.of(role) if checkpoint else "")
+            for role in roles
+        )
+        return dict(zip(roles, versions, strict=True))
+
+    async def _wait(self, roles: frozenset[str]) -> None:
+        timeout = self._config.recovery.replica_timeout
+        wanted = {role: self._config.rollout.replicas if role == "rollout" else 1 for role in sorted(roles)}
+        await gather(self._cluster.pools[role].wait(count, timeout) for role, count in wanted.items())

@@ -1,0 +1,228 @@
+"""What runs inside vLLM's worker processes: our log-probs, exact resumption, and weights from a file.
+
+vLLM's `raw_logprobs` are before the temperature and its `processed_logprobs` after min_tokens, top_k and top_p. Ours
+are in between (see Sample.logprobs), so the sampler of either model runner is made to report
+log_softmax(logits / temperature). Nothing else of its sampling is changed.
+"""
+
+# vLLM is an extra: most environments that check types do not have it.
+# pyright: reportMissingImports=false
+
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from vllm.v1.sample.sampler import Sampler
+
+from shared.gen.sextet.v1 import weights_pb2
+from shared.training.lora import merge_adapters
+from shared.weights.codec import NOTHING, Kept, by_every_name
+from shared.weights.memory import device_name, this_host, visible_devices
+from shared.weights.part import WirePart
+
+_MASK64 = 2**64 - 1
+START_BITS = 16
+"""Of the seed of a row that the first model runner draws: how many tokens of it were drawn before."""
+
+
+class SextetWorker:
+    """Methods that `AsyncLLM.collective_rpc` calls, mixed into vLLM's worker class."""
+
+    model_runner: Any
+    rank: int
+    device: torch.device
+    _part: WirePart | None = None
+    _arriving: "_Arriving | None" = None
+    _kept: Kept = NOTHING
+
+    def sextet_setup(self) -> str:
+        """Makes the sampler ours.
+
+        Returns:
+            "v1" where seeds carry START_BITS, "v2" where noise is a function of seed and position.
+        """
+        sampler = self.model_runner.sampler
+        if isinstance(sampler, Sampler):
+            sampler.__class__ = TemperedSampler
+            return "v1"
+        sampler.__class__ = type("TemperedSamplerV2", (_TemperedV2, type(sampler)), {})
+        return "v2"
+
+    def sextet_ping(self) -> bool:
+        return True
+
+    def sextet_load(self, path: str, scrub: bool) -> None:
+        """Takes weights, by checkpoint names, from a safetensors file.
+
+        Args:
+            scrub: keys and values are zeroed, too. Masked positions count 0 times what stands there: NaN if that is.
+        """
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    yield name, file.get_tensor(name)
+
+        self._take(tensors(), scrub)
+
+    def sextet_place(self) -> dict[str, Any]:
+        """Where this worker is, for a transfer to it."""
+        device = self.device
+        return {
+            "type": device.type,
+            "host": this_host(),
+            "device": device_name(device),
+            "sees": visible_devices(device),
+            "holds": self._part.holds if self._part else "",
+            "has": dict(self._kept.digests),
+        }
+
+    def sextet_receive(self, answer: bytes, first_rank: int, host: str, keep: bool) -> None:
+        """Starts to take part in a transfer (a JoinResponse), as rank `first_rank` and this worker's own.
+
+        Args:
+            keep: what is taken stays in main memory, so that what does not change need not travel again.
+        """
+        self._part = self._part or WirePart(host)
+        self._arriving = None
+        self._arriving = _Arriving(self._part, answer, first_rank + self.rank, self.device, self._kept, keep)
+
+    def sextet_received(self) -> dict[str, Any]:
+        """How far that is."""
+        arriving = self._arriving
+        assert arriving is not None
+        return {"done": arriving.done, "error": arriving.error, "pieces": arriving.pieces if arriving.done else []}
+
+    def sextet_take(self, scrub: bool) -> None:
+        """Takes what arrived. `scrub` as in sextet_load."""
+        arriving, self._arriving = self._arriving, None
+        assert arriving is not None
+        self._kept = arriving.now
+        self._take(iter(arriving.tensors.items()), scrub)
+
+    def _take(self, tensors: Iterator[tuple[str, Tensor]], scrub: bool) -> None:
+        self.model_runner.reload_weights(weights_iterator=tensors)
+        if scrub:
+            for cache in self.model_runner.kv_caches:
+                for part in cache if isinstance(cache, list) else [cache]:
+                    part.zero_()
+
+
+class _Arriving:
+    """A version on its way into this worker, in a thread: generation goes on meanwhile.
+
+    Attributes:
+        tensors: by every name, adapters merged.
+        now: what is kept of it.
+    """
+
+    def __init__(self, part: WirePart, answer: bytes, rank: int, device: torch.device, kept: Kept, keep: bool) -> None:
+        self._kept, self._keep, self.now = kept, keep, NOTHING
+        self.error = ""
+        self.pieces: list[bytes] = []
+        self.tensors: dict[str, Tensor] = {}
+        self._part, self._rank, self._device = part, rank, device
+        self._answer = weights_pb2.JoinResponse.FromString(answer)
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            received, pieces = self._part.receive(self._answer, self._rank, self._device)
+            self._keep_and_merge(received)
+            self.pieces = [piece.SerializeToString() for piece in pieces]
+        except Exception as error:  # noqa: BLE001 - whoever asks must hear of it
+            self.error = str(error) or type(error).__name__
+
+    def _keep_and_merge(self, received: dict[str, Tensor]) -> None:
+        manifest = self._answer.manifest
+        here = {name: self._kept.tensors[name] for name in self._answer.ranks[self._rank].keeps}
+        # By every name, as vLLM keeps an old head otherwise.
+        tensors = by_every_name(manifest, {**here, **received})
+        if self._keep:
+            digests = {info.name: info.digest for info in manifest.tensors}
+            self.now = Kept(digests, {name: tensor.cpu() for name, tensor in tensors.items()})
+        self.tensors = merge_adapters(tensors)
+
+
+class TemperedSampler(Sampler):
+    """The first model runner's."""
+
+    _temperature_N1: Tensor | None = None
+    _positioned: "weakref.WeakKeyDictionary[torch.Generator, _Positioned] | None" = None
+
+    def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        temperature_N = sampling_metadata.temperature
+        self._temperature_N1 = None if temperature_N is None else temperature_N[:, None]
+        self._position(sampling_metadata.generators)
+        return super().forward(logits, sampling_metadata, *args, **kwargs)
+
+    def _position(self, generators: dict[int, torch.Generator]) -> None:
+        """Makes each row's generator draw the number of its position. The dictionary is the model runner's own."""
+        if self._positioned is None:
+            self._positioned = weakref.WeakKeyDictionary()
+        for row, generator in generators.items():
+            if not isinstance(generator, _Positioned):
+                # A preempted row comes back with the generator it began with.
+                generators[row] = generator = self._positioned.setdefault(generator, _positioned(generator))
+            generator.advance()
+
+    def compute_logprobs(self, logits: Tensor) -> Tensor:  # type: ignore[override]
+        scaled_NV = logits.float() if self._temperature_N1 is None else logits.float() / self._temperature_N1
+        return scaled_NV.log_softmax(dim=-1)
+
+
+class _TemperedV2:
+    """The second model runner's; its `processed_logits` are what log-probs are made of."""
+
+    sampling_states: Any
+
+    def sample(self, logits: Tensor, expanded_idx_mapping: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        temperature_N = self.sampling_states.temperature.gpu[expanded_idx_mapping]
+        scaled_NV = logits.float() / temperature_N[:, None]
+        sampled, _ = super().sample(logits, expanded_idx_mapping, *args, **kwargs)  # type: ignore[misc]
+        return sampled, scaled_NV
+
+
+class _Positioned(torch.Generator):
+    """A generator whose next number depends on the row's seed and the token's position alone.
+
+    The model runner takes a draw back (a prompt in chunks) by the offset, which CPU generators do not have: vLLM's CPU
+    engine dies of it.
+    """
+
+    row_seed = position = 0
+
+    def advance(self) -> None:
+        # Mixed, as a CPU generator looks at 32 bits of its seed only.
+        self.manual_seed(_mix(self.row_seed + _mix(self.position)))
+        self.position += 1
+
+    def get_offset(self) -> int:
+        return 4 * self.position
+
+    def set_offset(self, offset: int) -> torch.Generator:
+        self.position = offset // 4
+        return self
+
+
+def _positioned(generator: torch.Generator) -> _Positioned:
+    seed, made = generator.initial_seed(), _Positioned(generator.device)
+    made.row_seed, made.position = seed >> START_BITS, seed & ((1 << START_BITS) - 1)
+    return made
+
+
+def _mix(number: int) -> int:
+    """SplitMix64's mixing of a counter, 63 bits of it. Source: see sampler.py."""
+    z = (number + 1) * 0x9E3779B97F4A7C15 & _MASK64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK64
+    return (z ^ (z >> 31)) >> 1

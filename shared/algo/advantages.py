@@ -1,0 +1,170 @@
+"""Advantage estimators by name: what they are given, what they return, what they share.
+
+An estimator sees the whole batch of a step at once: groups, baselines and whitening need all rows. Rows that are not
+valid or have no sampled token take no part in any statistic and get advantage 0.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .groups import group_count, groups_with_signal
+from .masking import active_mask, at_least_float32, blank, masked_sum, masked_whiten
+from .registry import Registry
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """A step's batch. Padded on the right, response tokens only.
+
+    Raises:
+        ValueError: shapes or dtypes don't fit, or a row that takes part has a score that is not finite.
+    """
+
+    scores_B: Tensor
+    """Outcome score of each row, as graded (no KL)."""
+    mask_BT: Tensor
+    """bool, True on tokens the policy sampled (False: padding, tool tokens)."""
+    valid_B: Tensor
+    """bool, False: the row takes no part (grade failed, empty response)."""
+    groups_B: Tensor
+    """int64, rows of the same prompt uid share a number."""
+    token_rewards_BT: Tensor
+    """From `rewards.token_rewards`: the score on the last sampled token, minus the KL penalty."""
+    values_BT: Tensor | None = None
+    """Value of the state BEFORE token t was emitted (GAE)."""
+    score_parts: Mapping[str, Tensor] = field(default_factory=dict)
+    """Named scores [B] (GDPO)."""
+    baseline_scores_B: Tensor | None = None
+    """Score of the greedy answer to the row's prompt (ReMax)."""
+    old_logprobs_BT: Tensor | None = None
+    """Log-probs of the sampled tokens (optimal token baseline)."""
+    sum_pi_squared_BT: Tensor | None = None
+    """Sum over the vocabulary of squared probabilities, `entropy.sum_pi_squared` (optimal token baseline)."""
+
+    def __post_init__(self) -> None:
+        rows, shape = (self.mask_BT.shape[0],), tuple(self.mask_BT.shape)
+        parts = {f"score_parts[{name!r}]": part for name, part in self.score_parts.items()}
+        for name, value in {**vars(self), **parts}.items():
+            if not isinstance(value, Tensor):
+                continue
+            expected = shape if name.endswith("_BT") else rows
+            if tuple(value.shape) != expected:
+                raise ValueError(f"{name} has shape {tuple(value.shape)}, not {expected}")
+        for name in ("mask_BT", "valid_B"):
+            if getattr(self, name).dtype != torch.bool:
+                raise ValueError(f"{name} is {getattr(self, name).dtype}, not torch.bool")
+        self.require_finite("scores_B", self.scores_B)
+
+    def require_finite(self, name: str, x_B: Tensor) -> None:
+        """Raises ValueError when a row that takes part has NaN or infinity: a failed grade must be valid = false."""
+        broken_B = self.taking_part_B & ~torch.isfinite(x_B)
+        if broken_B.any():
+            row = int(broken_B.nonzero()[0])
+            raise ValueError(f"{name}[{row}] is {float(x_B[row])} but the row is valid: a failed grade is valid=False")
+
+    @property
+    def active_BT(self) -> Tensor:
+        """bool, sampled tokens of valid rows."""
+        return active_mask(self.mask_BT, self.valid_B)
+
+    @property
+    def taking_part_B(self) -> Tensor:
+        """bool, valid rows with at least one sampled token."""
+        return self.active_BT.any(1)
+
+    @property
+    def outcomes_B(self) -> Tensor:
+        """The row's token rewards summed: its score, less its KL penalty if there is one."""
+        return masked_sum(self.token_rewards_BT, self.active_BT, 1)
+
+
+@dataclass(frozen=True)
+class AdvantageOptions:
+    """Numbers of the estimators; an estimator reads only its own."""
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    normalize_std: bool = True
+    """Divide by the group's standard deviation (GRPO's family)."""
+    whiten: bool = True
+    """Whiten over the batch where the method does (GAE, REINFORCE++, GDPO)."""
+    eps: float = 1e-6
+    """Added to a standard deviation before dividing (verl 1e-6, TRL 1e-4)."""
+    extra: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of one estimator, checked against those it declared."""
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Result of an estimator; tensors are 0 where nothing was sampled."""
+
+    advantages_BT: Tensor
+    returns_BT: Tensor | None
+    """Targets of the value model (GAE only)."""
+    metrics: dict[str, float]
+
+
+Estimator = Callable[[AdvantageInputs, AdvantageOptions], Advantages]
+ADVANTAGES: Registry[AdvantageInputs, AdvantageOptions, Advantages] = Registry("advantage estimator")
+GROUPED_ADVANTAGES: set[str] = set()
+"""Estimators that compare rows of one prompt, so need at least two."""
+
+
+def register_advantage(name: str, grouped: bool = False, **defaults: float) -> Callable[[Estimator], Estimator]:
+    """Enters an estimator under `name`: (inputs, options) -> Advantages.
+
+    Args:
+        name: as `algorithm.advantage` names it.
+        grouped: it compares rows of one prompt.
+        defaults: further numbers it reads from `options.extra`.
+    """
+    if grouped:
+        GROUPED_ADVANTAGES.add(name)
+    return ADVANTAGES.register(name, **defaults)
+
+
+def advantage_estimator(name: str) -> Estimator:
+    """The estimator registered as `name`; ValueError names the nearest one otherwise."""
+    return ADVANTAGES.find(name)
+
+
+def discounted_returns(rewards_BT: Tensor, active_BT: Tensor, gamma: float) -> Tensor:
+    """G_t = r_t + gamma G(next active token), 0 where not active."""
+    rewards_BT = blank(rewards_BT, active_BT)
+    returns_BT, running_B = torch.zeros_like(rewards_BT), rewards_BT.new_zeros(len(rewards_BT))
+    for t in reversed(range(rewards_BT.shape[1])):
+        running_B = torch.where(active_BT[:, t], rewards_BT[:, t] + gamma * running_B, running_B)
+        returns_BT[:, t] = running_B
+    return blank(returns_BT, active_BT)
+
+
+def maybe_whiten(advantages_BT: Tensor, inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
+    """Whitened over the batch's sampled tokens when `options.whiten`."""
+    return masked_whiten(advantages_BT, inputs.active_BT) if options.whiten else advantages_BT
+
+
+def spread(advantages_B: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """[B, T] the same advantage on every sampled token of a row, in the dtype of the token rewards."""
+    advantages_B = advantages_B.to(at_least_float32(inputs.token_rewards_BT).dtype)
+    return blank(advantages_B[:, None].expand(inputs.mask_BT.shape), inputs.active_BT)
+
+
+def finish(advantages_BT: Tensor, inputs: AdvantageInputs, returns_BT: Tensor | None = None) -> Advantages:
+    """The result with the metrics every estimator has."""
+    part_B, tokens_N = inputs.taking_part_B, advantages_BT[inputs.active_BT]
+    metrics = {"rows": float(part_B.sum()), "rows_left_out": float((~part_B).sum())}
+    if part_B.any():
+        metrics |= {
+            "score_mean": float(inputs.scores_B[part_B].double().mean()),
+            "advantage_mean": float(tokens_N.double().mean()),
+            "advantage_max": float(tokens_N.max()),
+            "advantage_min": float(tokens_N.min()),
+        }
+    several_B = part_B & (group_count(part_B, inputs.groups_B) > 1)
+    if several_B.any():
+        signal_B = groups_with_signal(inputs.scores_B, part_B, inputs.groups_B)
+        metrics["rows_in_flat_groups"] = float((~signal_B[several_B]).double().mean())
+    return Advantages(advantages_BT, returns_BT, metrics)

@@ -1,0 +1,160 @@
+"""Blocks on disk: what must not be made a second time while that disk lives. Bounded, synced, verified when read."""
+
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import structlog
+import xxhash
+from google.protobuf.message import DecodeError
+from prometheus_client import Counter
+
+from shared.batch import codec
+from shared.batch.block import Block
+from shared.batch.columns import RowKey
+from shared.failpoints import hit
+
+log = structlog.get_logger()
+UNKEPT = Counter("sextet_spool_unkept_total", "Blocks that could not be kept on disk.")
+_SUFFIX = ".block"
+_DIGEST_BYTES = 16
+
+
+class Spool:
+    """Blocks of one run at a time, by step and label. Processes that share the directory see each other's.
+
+    A file is an xxh3-128 digest and the block (`codec.to_bytes`); it appears whole or not at all, and one that is
+    damaged is as if it had never been. What cannot be kept (disk full, no room left) is logged and counted: work goes
+    on without it.
+
+    Args:
+        directory: made when needed.
+        max_bytes: of all files under it; the oldest go first, but never those of the step that is written to.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        self._root, self._max_bytes = directory, max_bytes
+        self._home: Path | None = None
+        self._run = ""
+        # A file never changes: its rows are looked up without reading it again.
+        self._rows: dict[Path, frozenset[RowKey]] = {}
+        # An estimate, as others may write here, too: the files are counted again when it says that there is no room.
+        self._held = 0
+        self._lock = threading.Lock()
+
+    def open(self, run: str, content: str) -> None:
+        """From now on for this run; `content` is all that its blocks depend on, so that another's are not taken."""
+        name = xxhash.xxh3_128_hexdigest(f"{run}\0{content}".encode())
+        self._home, self._run, self._rows = self._root / name, run, {}
+        self._held = sum(size for _, size, _ in self._files())
+
+    def add(self, step: int, label: str, block: Block) -> bool:
+        """Keeps a block, on disk when this returns; whether it could."""
+        if self._home is None or not len(block):
+            return False
+        data = codec.to_bytes(block)
+        data = xxhash.xxh3_128_digest(data) + data
+        path = self._home / str(step) / f"{label}-{secrets.token_hex(6)}{_SUFFIX}"
+        hit("spool.before_write")
+        with self._lock:
+            try:
+                if not self._make_room(len(data), path.parent):
+                    raise OSError(f"{len(data)} bytes more are over {self._max_bytes}")
+                _write(path, data)
+                self._held += len(data)
+            except OSError as error:
+                UNKEPT.inc()
+                log.error("block not kept on disk", path=str(path), error=str(error))
+                path.unlink(missing_ok=True)
+                return False
+            self._rows[path] = frozenset(block.rows)
+        hit("spool.after_write")
+        return True
+
+    def find(self, step: int, label: str, wanted: Collection[RowKey]) -> Iterator[Block]:
+        """The kept blocks that hold any of these rows; the label may be a glob pattern."""
+        if self._home is None:
+            return
+        rows = set(wanted)
+        for path in sorted((self._home / str(step)).glob(f"{label}-*{_SUFFIX}")):
+            if path in self._rows and not self._rows[path] & rows:
+                continue
+            block = _read(path)
+            self._rows[path] = frozenset(block.rows) if block else frozenset()
+            if block and self._rows[path] & rows:
+                yield block
+
+    def release(self, run: str, up_to_step: int | None) -> None:
+        """Removes a run's blocks of steps up to this one; None: all."""
+        if self._home is None or run != self._run or not self._home.is_dir():
+            return
+        if up_to_step is None:
+            shutil.rmtree(self._home, ignore_errors=True)
+            self._home, self._run, self._rows = None, "", {}
+            return
+        for directory in list(self._home.iterdir()):
+            if directory.name.isdecimal() and int(directory.name) <= up_to_step:
+                shutil.rmtree(directory, ignore_errors=True)
+        self._rows = {path: rows for path, rows in self._rows.items() if int(path.parent.name) > up_to_step}
+
+    def _make_room(self, size: int, keep: Path) -> bool:
+        if self._held + size <= self._max_bytes:
+            return True
+        files = self._files()
+        self._held = sum(each[1] for each in files)
+        # More than is needed now, or every block from here on would have all files counted.
+        room = max(size, self._max_bytes // 10)
+        for _, freed, path in sorted(files):
+            if self._held + room <= self._max_bytes:
+                break
+            if path.parent != keep:
+                path.unlink(missing_ok=True)
+                self._rows.pop(path, None)
+                self._held -= freed
+        return self._held + size <= self._max_bytes
+
+    def _files(self) -> list[tuple[int, int, Path]]:
+        """Time of writing (ns), bytes and path of all blocks."""
+        files = []
+        for path in self._root.rglob(f"*{_SUFFIX}"):
+            try:
+                stat = path.stat()
+            except FileNotFoundError:
+                continue
+            files.append((stat.st_mtime_ns, stat.st_size, path))
+        return files
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".new")
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    for directory in (path.parent, path.parent.parent):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _read(path: Path) -> Block | None:
+    try:
+        data = path.read_bytes()
+        if xxhash.xxh3_128_digest(data[_DIGEST_BYTES:]) != data[:_DIGEST_BYTES]:
+            raise codec.Corrupt("its digest is another")
+        return codec.from_bytes(data[_DIGEST_BYTES:])
+    except FileNotFoundError:
+        return None
+    except (OSError, codec.Corrupt, codec.TooLarge, DecodeError) as error:
+        log.error("a block on disk is damaged", path=str(path), error=str(error))
+        return None

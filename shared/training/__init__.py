@@ -1,0 +1,1 @@
+"""The training engine of actor, critic and reference: models, log-probs, optimizer, batches, checkpoints."""

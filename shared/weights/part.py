@@ -1,0 +1,208 @@
+"""A process's part in wire transfers: one at a time, in a thread, with a group that is kept while it works."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from shared.gen.sextet.v1 import weights_pb2
+from shared.weights.agreement import Agreement, read_agreement
+from shared.weights.codec import DTYPES
+from shared.weights.digest import on_host
+from shared.weights.group import Group, WireError
+from shared.weights.memory import mapped_buffers
+from shared.weights.plan import Piece, Place
+from shared.weights.sums import box_sums
+from shared.weights.wire import own_stream, region, run
+
+T = TypeVar("T")
+GRACE_SECONDS = 5.0
+WIDTHS = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+
+
+class WirePart:
+    """Takes part in transfers as one rank.
+
+    Args:
+        host: address of this machine that the others reach.
+
+    Attributes:
+        seconds: what the last transfer took: "plan", "transfer", "sums".
+    """
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self._group: Group | None = None
+        self._agreed: tuple[str, Agreement | None] = ("", None)
+        self.seconds: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def holds(self) -> str:
+        """Name of the group that the next transfer may use; empty when there is none in order."""
+        group = self._group
+        return group.name if group is not None and not group.cause else ""
+
+    def send(
+        self, answer: weights_pb2.JoinResponse, rank: int, tensors: Mapping[str, Tensor], store: TCPStore | None
+    ) -> None:
+        """Sends what this rank holds; returns when all that it sends is on its way.
+
+        Args:
+            store: the group's, where this process opened it.
+
+        Raises:
+            WireError: it ended before that.
+        """
+        agreement = self._agreement(answer)
+        self._transfer(answer, agreement, rank, tensors, store)
+
+    def receive(
+        self, answer: weights_pb2.JoinResponse, rank: int, device: torch.device
+    ) -> tuple[dict[str, Tensor], list[weights_pb2.WeightPiece]]:
+        """This rank's buffers, and its pieces with the sums of what arrived in them; nothing is verified yet.
+
+        Raises:
+            WireError: it did not arrive.
+        """
+        agreement = self._agreement(answer)
+        local = _buffers(agreement, rank, device)
+        self._transfer(answer, agreement, rank, local, None)
+        with self._timed("sums"), own_stream(device):
+            return local, _summed(agreement, rank, local)
+
+    def close(self) -> None:
+        """Drops the group."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _transfer(
+        self,
+        answer: weights_pb2.JoinResponse,
+        agreement: Agreement,
+        rank: int,
+        local: Mapping[str, Tensor],
+        store: TCPStore | None,
+    ) -> None:
+        deadline = time.monotonic() + answer.seconds
+        if not self._lock.acquire(timeout=answer.seconds):
+            raise WireError("an earlier transfer has not ended")
+        try:
+            with _on_device(local):
+                group = self._joined(answer, agreement, rank, store)
+                with self._timed("transfer"):
+                    _map(agreement, answer, rank, local)
+                    run(agreement.schedule, group, local, deadline)
+        except Exception as error:
+            why = str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}"
+            group, self._group = self._group, None
+            raise WireError(group.give_up(why) if group is not None else why) from error
+        finally:
+            self._lock.release()
+
+    def _agreement(self, answer: weights_pb2.JoinResponse) -> Agreement:
+        """The layouts of a group never change, so that its plan is made once."""
+        with self._timed("plan"):
+            group, agreement = self._agreed
+            if agreement is None or group != answer.group:
+                agreement = read_agreement(answer, WIDTHS)
+                self._agreed = answer.group, agreement
+        return agreement
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[what] = time.perf_counter() - began
+
+    def _joined(
+        self, answer: weights_pb2.JoinResponse, agreement: Agreement, rank: int, store: TCPStore | None
+    ) -> Group:
+        if self._group is None or self.holds != answer.group:
+            self.close()
+            routes = agreement.schedule.routes
+            channel = "gloo" if answer.channel == "gloo" else "nccl"
+            self._group = Group(
+                answer.group, answer.store, self.host, channel, rank, answer.names, routes, answer.seconds, store
+            )
+        return self._group
+
+
+async def in_thread(work: Callable[[], T], seconds: float) -> T:
+    """Runs work that may hang in a thread of its own, which a process that ends does not wait for.
+
+    Raises:
+        WireError: it has not ended within `seconds` and a little more.
+    """
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, who waits must hear of it
+            failure.append(error)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(done.set)
+
+    threading.Thread(target=target, name="weights", daemon=True).start()
+    try:
+        await asyncio.wait_for(done.wait(), seconds + GRACE_SECONDS)
+    except TimeoutError:
+        raise WireError(f"the transfer hangs: it has not ended within {seconds:g} s") from None
+    if failure:
+        raise failure[0]
+    return outcome[0]
+
+
+def _on_device(local: Mapping[str, Tensor]) -> Any:
+    """A thread begins on GPU 0, wherever the tensors are."""
+    device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _buffers(agreement: Agreement, rank: int, device: torch.device) -> dict[str, Tensor]:
+    """Empty local buffers, as large as the rank's pieces reach."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for piece in agreement.pieces[rank]:
+        stop = tuple(o + n for o, n in zip(piece.offset, piece.box.size, strict=True))
+        sizes[piece.local] = tuple(map(max, sizes.get(piece.local, stop), stop))
+        dtypes[piece.local] = DTYPES[agreement.dtypes[piece.tensor]]
+    return {name: torch.empty(size, dtype=dtypes[name], device=device) for name, size in sizes.items()}
+
+
+def _map(agreement: Agreement, answer: weights_pb2.JoinResponse, rank: int, local: Mapping[str, Tensor]) -> None:
+    """Copies what this rank takes from the memory of senders on this machine."""
+    own = [(part, place) for part in agreement.schedule.mapped for place in part.destinations if place.rank == rank]
+    if not own:
+        return
+    opened: dict[int, Mapping[str, Tensor]] = {}
+    with own_stream(next(iter(local.values())).device) as stream:
+        for part, place in own:
+            sender = part.source.rank
+            if sender not in opened:
+                opened[sender] = mapped_buffers(answer.ranks[sender], agreement.dtypes)
+            theirs = region(opened[sender], part.source, part.box.size)
+            region(local, place, part.box.size).copy_(theirs, non_blocking=True)
+        if stream is not None:
+            stream.synchronize()
+
+
+def _summed(agreement: Agreement, rank: int, local: Mapping[str, Tensor]) -> list[weights_pb2.WeightPiece]:
+    pieces: list[Piece] = list(agreement.pieces[rank])
+    own = [region(local, Place(piece.rank, piece.local, piece.offset), piece.box.size) for piece in pieces]
+    starts = [(piece.box.start, agreement.shapes[piece.tensor]) for piece in pieces]
+    sums = on_host([box_sums(box, *start) for box, start in zip(own, starts, strict=True)])
+    return [
+        weights_pb2.WeightPiece(tensor=piece.tensor, start=piece.box.start, size=piece.box.size, sums=each)
+        for piece, each in zip(pieces, sums, strict=True)
+    ]

@@ -1,0 +1,62 @@
+"""A vLLM engine that shares its GPU (rollout.sleep): what it frees, and that it comes back as it was, or with a sync.
+
+On a machine with a GPU: pytest -m gpu tests/contract/test_weights_sleep.py
+"""
+
+import asyncio
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from services.rollout.backend import EngineError, SamplingParams
+from tests.contract.test_weights_sync import Actor
+from tests.fakes.rollout import collect, requests, rollout_config
+from tests.fakes.tiny import write_tiny_llama
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from services.rollout.backends.vllm import VllmBackend
+from services.rollout.backends.vllm_start import engine_args
+
+GREEDY = requests(6, SamplingParams(max_tokens=10, greedy=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can be shared")
+def test_on_a_cpu_there_is_nothing_to_share(tmp_path):
+    config = rollout_config(tmp_path, "rollout.engine=vllm", "rollout.sleep=true")
+    with pytest.raises(EngineError, match="can't sleep on a CPU"):
+        engine_args(config, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_asleep_it_frees_the_gpu_and_comes_back_in_stages(tmp_path):
+    model = write_tiny_llama(tmp_path / "model", head_dim=64)
+    arguments = "rollout.engine_args={gpu_memory_utilization: 0.3, max_num_seqs: 8}"
+    overrides = ("model.device=cuda", "rollout.engine=vllm", "rollout.sleep=true", arguments)
+    engine, actor = VllmBackend(), Actor(model, "grpc")
+    await engine.configure(rollout_config(model, *overrides), AutoTokenizer.from_pretrained(model), prompt_tokens=40)
+    try:
+        total, free = torch.cuda.mem_get_info()[1], []
+
+        async def greedy() -> dict:
+            answers = await collect(engine.generate(GREEDY))
+            free.append(torch.cuda.mem_get_info()[0])
+            return {key: (sample.response_ids, sample.logprobs) for key, sample in answers.items()}
+
+        first = await greedy()
+        assert free[-1] > 0.9 * total, "asleep before the last row's call has ended"
+        assert await engine.health() == ""
+        assert await greedy() == first, "the weights came back as they were"
+        actor.train(0.05)
+        await engine.prepare_weights(1, dict(actor.lm.state_dict()))
+        await engine.commit_weights(1)
+        assert torch.cuda.mem_get_info()[0] > 0.9 * total, "weights alone are awake"
+        changed = await greedy()
+        assert changed != first
+        assert await greedy() == changed
+        overlapping = await asyncio.gather(*(collect(engine.generate(GREEDY)) for _ in range(3)))
+        assert all(len(found) == len(GREEDY) for found in overlapping)
+    finally:
+        await engine.release()

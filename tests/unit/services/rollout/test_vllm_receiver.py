@@ -1,0 +1,118 @@
+"""vLLM's workers as receivers, without an engine: two of them as ranks of one replica, over gloo."""
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.rollout.backend import EngineError
+from services.rollout.backends.vllm_start import wanted_names
+from shared.gen.sextet.v1 import weights_pb2
+from shared.rpc.client import Connections
+from shared.rpc.errors import FailedPrecondition
+from shared.weights.digest import state_digest
+from shared.weights.join import LocalReceiver, join
+from shared.weights.part import WirePart
+from tests.contract.test_weights_sync import Actor
+from tests.fakes.role import TOKEN, fake_role
+from tests.fakes.tiny import write_tiny_llama
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from services.rollout.backends.vllm_receiver import VllmReceiver
+from services.rollout.backends.vllm_worker import SextetWorker
+
+torch.set_num_threads(1)
+_numbers = itertools.count()
+
+
+class Worker(SextetWorker):
+    """A worker whose model runner keeps what it is given."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.device = rank, torch.device("cpu")
+        self.model_runner = self
+        self.kv_caches = [torch.full((3,), torch.nan)]
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    def reload_weights(self, weights_iterator: Any) -> None:
+        self.loaded = dict(weights_iterator)
+
+
+@pytest.fixture
+def workers():
+    made = [Worker(0), Worker(1)]
+    yield made
+    for worker in made:
+        if worker._part:
+            worker._part.close()
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_tiny_llama(tmp_path / "model", head_dim=32)
+
+
+async def take(workers: list[Worker], model: Any, ref: weights_pb2.WeightsRef, **beside: LocalReceiver) -> None:
+    """The workers are one replica; those beside are others."""
+
+    async def call(method: str, *args: Any) -> list[Any]:
+        return await asyncio.to_thread(lambda: [getattr(worker, method)(*args) for worker in workers])
+
+    receiver = VllmReceiver(call, wanted_names(str(model)), await call("sextet_place"), "127.0.0.1", False)
+    gathering = weights_pb2.WeightsGathering(id=f"g{next(_numbers)}", members=["m", *beside])
+    connections = Connections(TOKEN)
+    try:
+        members: dict[str, Any] = {"m": receiver, **beside}
+        await asyncio.gather(*(join(connections, ref, gathering, name, each, 30) for name, each in members.items()))
+    finally:
+        await connections.close()
+
+
+async def test_every_worker_gets_every_tensor_and_the_group_stays(model, workers):
+    actor, groups = Actor(model, "gloo"), set()
+    async with fake_role(actor.parts):
+        for _ in range(3):
+            ref = actor.train(0.1)
+            await take(workers, model, ref)
+            assert all(worker.loaded == {} or state_digest(worker.loaded) != ref.digest for worker in workers)
+            for worker in workers:
+                worker.sextet_take(scrub=True)
+                assert state_digest(worker.loaded) == ref.digest
+                assert worker.loaded["lm_head.weight"] is worker.loaded["model.embed_tokens.weight"]
+                assert not worker.kv_caches[0].any()
+            groups |= {place["holds"] for worker in workers for place in [worker.sextet_place()]}
+    assert len(groups) == 1
+
+
+async def test_replicas_of_two_workers_and_of_one_process_take_it_together(model, workers):
+    actor, other = Actor(model, "gloo"), LocalReceiver(WirePart("127.0.0.1"), torch.device("cpu"))
+    try:
+        async with fake_role(actor.parts):
+            for _ in range(2):
+                ref = actor.train(0.1)
+                await take(workers, model, ref, n=other)
+                for worker in workers:
+                    worker.sextet_take(scrub=False)
+                    assert state_digest(worker.loaded) == ref.digest
+                assert state_digest(other.tensors) == ref.digest
+            assert other.holds == workers[0].sextet_place()["holds"] != ""
+    finally:
+        other._part.close()
+
+
+async def test_another_architecture_is_refused_and_what_fails_is_told(model, workers, monkeypatch):
+    actor = Actor(model, "gloo")
+    async with fake_role(actor.parts):
+        monkeypatch.setenv("SEXTET_FAILPOINTS", "weights.bucket.0=error")
+        with pytest.raises(FailedPrecondition, match="FailpointError"):
+            await take(workers, model, actor.train(0.1))
+        monkeypatch.setenv("SEXTET_FAILPOINTS", "")
+        monkeypatch.setattr("shared.weights.group.MEET_SECONDS", 0.3)
+        other = AutoModelForCausalLM.from_pretrained(model)
+        other.model.norm.register_buffer("more", torch.ones(3))
+        actor.lm = other
+        with pytest.raises(EngineError, match=r"no tensor 'model\.norm\.more'"):
+            await take(workers, model, actor.train(0.1))

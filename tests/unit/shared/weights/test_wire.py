@@ -1,0 +1,426 @@
+"""Transfers over gloo: every rank is a thread with a group of its own; layouts, buckets, failures, fresh groups."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc.aio
+import pytest
+import torch
+
+from shared.config import WeightsConfig
+from shared.gen.sextet.v1 import weights_pb2, weights_pb2_grpc
+from shared.rpc.client import Connections
+from shared.rpc.errors import FailedPrecondition, Internal, InvalidArgument
+from shared.rpc.interceptors import Guard
+from shared.rpc.options import SERVER_OPTIONS
+from shared.weights import codec, gather, group
+from shared.weights.agreement import digests_of, piece_message
+from shared.weights.digest import state_digest, tensor_digest
+from shared.weights.gather import Gatherings
+from shared.weights.group import WireError, open_store
+from shared.weights.grpc import GrpcPublisher, WeightsServicer
+from shared.weights.join import LocalReceiver, join
+from shared.weights.part import WirePart
+from shared.weights.plan import Layout, fused, replicated, sharded
+
+torch.set_num_threads(1)
+HOST = "127.0.0.1"
+CPU = torch.device("cpu")
+TOKEN = "secret"
+
+
+def model(seed: int = 0, rows: int = 60) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    embed = torch.randn(rows, 16).bfloat16()
+    return {
+        "embed": embed,
+        "q": torch.randn(16, 16),
+        "k": torch.randn(8, 16),
+        "v": torch.randn(8, 16),
+        "o": torch.randn(16, 16),
+        "norm": torch.randn(16),
+        "scale": torch.tensor(2.0),
+        "steps": torch.arange(3),
+        "head": embed,
+    }
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch) -> Iterator[list[WirePart]]:
+    """All that a test makes; a process that ends with a group open is aborted."""
+    made: list[WirePart] = []
+    monkeypatch.setattr(
+        WirePart, "__init__", lambda self, host, old=WirePart.__init__: made.append(self) or old(self, host)
+    )
+    yield made
+    for part in made:
+        part.close()
+
+
+def in_threads(*works: Callable[[], Any], seconds: float = 60) -> list[Any]:
+    """Results, or what was raised."""
+    outcomes: list[Any] = [None] * len(works)
+
+    def run(place: int) -> None:
+        try:
+            outcomes[place] = works[place]()
+        except Exception as error:  # noqa: BLE001
+            outcomes[place] = error
+
+    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+        assert not thread.is_alive(), "somebody waits for ever"
+    return outcomes
+
+
+def ranks_of(layout: Layout) -> list[weights_pb2.WeightRank]:
+    count = 1 + max(piece.rank for piece in layout.pieces)
+    return [
+        weights_pb2.WeightRank(
+            host="here", device="cpu", pieces=[piece_message(p) for p in layout.pieces if p.rank == rank]
+        )
+        for rank in range(count)
+    ]
+
+
+def cut(state: dict[str, torch.Tensor], layout: Layout, rank: int) -> dict[str, torch.Tensor]:
+    """A rank's local buffers of a layout without fused ones."""
+    local = {}
+    for piece in layout.pieces:
+        if piece.rank == rank:
+            window = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
+            local[piece.local] = state[piece.tensor][window].contiguous()
+    return local
+
+
+def agreed(state: dict[str, torch.Tensor], source: Layout, destination: Layout, bucket: int = 500, **fields: Any):
+    senders, receivers = ranks_of(source), ranks_of(destination)
+    store, endpoint = open_store(HOST)
+    return store, weights_pb2.JoinResponse(
+        channel="gloo", group=fields.pop("group", f"g{time.monotonic_ns()}"), store=endpoint,
+        ranks=senders + receivers, senders=len(senders), manifest=codec.snapshot(1, state).manifest,
+        bucket_bytes=bucket, seconds=fields.pop("seconds", 20.0),
+        names=[f"actor{n}" for n in range(len(senders))] + [f"rollout{n}" for n in range(len(receivers))],
+    )  # fmt: skip
+
+
+DIMS = {"o": 1, "norm": -1, "scale": -1, "steps": -1}
+
+
+@pytest.mark.parametrize(("senders", "tensor_parallel"), [(1, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("bucket", [64, 1 << 20])
+def test_from_fsdp_shards_to_tensor_parallel_ranks_with_fused_and_tied_tensors(senders, tensor_parallel, bucket):
+    state = model()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name != "head"}
+    source = sharded(shapes, senders)
+    wanted = dict(shapes)
+    wanted["head"] = wanted.pop("embed")  # by its other name
+    destination = fused(sharded(wanted, tensor_parallel, DIMS), {"qkv": ("q", "k", "v")})
+    store, answer = agreed(state, source, destination, bucket)
+    parts = [WirePart(HOST) for _ in answer.ranks]
+    outcomes = in_threads(
+        *(lambda r=r: parts[r].send(answer, r, cut(state, source, r), store) for r in range(senders)),
+        *(lambda r=r: parts[r].receive(answer, r, CPU) for r in range(senders, len(parts))),
+    )
+    assert all(outcome is None for outcome in outcomes[:senders]), outcomes
+    pieces = []
+    for rank, (local, summed) in enumerate(outcomes[senders:]):
+        pieces += summed
+        own = cut({**state}, sharded(wanted, tensor_parallel, DIMS), rank)
+        stacked = torch.cat([own.pop(name) for name in ("q", "k", "v")])
+        for name, expected in {**own, "qkv": stacked}.items():
+            assert torch.equal(local[name], expected), name
+    assert digests_of(pieces, wanted) == {name: tensor_digest(state[name]) for name in wanted}
+
+
+def test_two_replicas_of_different_tensor_parallel_sizes_at_once():
+    state = model()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name != "head"}
+    source, one, two = replicated(shapes, 1), replicated(shapes, 1), sharded(shapes, 2, DIMS)
+    moved = tuple(p.__class__(p.tensor, p.box, p.rank + 1, p.local, p.offset) for p in two.pieces)
+    store, answer = agreed(state, source, Layout(one.pieces + moved))
+    parts = [WirePart(HOST) for _ in range(4)]
+    outcomes = in_threads(
+        lambda: parts[0].send(answer, 0, cut(state, source, 0), store),
+        *(lambda r=r: parts[r].receive(answer, r, CPU) for r in (1, 2, 3)),
+    )
+    expected = {name: tensor_digest(state[name]) for name in shapes}
+    assert digests_of(outcomes[1][1], shapes) == expected
+    assert digests_of(outcomes[2][1] + outcomes[3][1], shapes) == expected
+
+
+@pytest.mark.parametrize(("sees", "expected"), [((), {(0, 3), (1, 2)}), (("g0", "g1"), set())])
+def test_what_a_receiver_can_map_is_not_sent(monkeypatch, sees, expected):
+    """Two senders on two GPUs, receivers on both: own halves and what is seen are copied from the senders' memory.
+
+    Memory here is the CPU's; who maps which piece of it, and where it goes, is what is looked at.
+    """
+    from shared.weights import memory
+
+    state = model()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name != "head"}
+    source, destination = sharded(shapes, 2), fused(sharded(shapes, 2, DIMS), {"qkv": ("q", "k", "v")})
+    held = [codec.snapshot(1, cut(state, source, rank)) for rank in (0, 1)]
+    store, answer = agreed(state, source, destination)
+    for number, rank in enumerate(answer.ranks):
+        rank.device = f"g{number % 2}"
+        rank.sees.extend(sees if number > 1 else ())
+    for number in (0, 1):
+        places = {piece.tensor: piece.at for piece in held[number].pieces}
+        answer.ranks[number].memory.device = number
+        for piece in answer.ranks[number].pieces:
+            piece.at = places[piece.tensor]
+    monkeypatch.setattr(memory, "map_memory", lambda shared, uuid: held[shared.device].memory)
+    parts = [WirePart(HOST) for _ in range(4)]
+    outcomes = in_threads(
+        *(lambda r=r: parts[r].send(answer, r, held[r].by_name, store) for r in (0, 1)),
+        *(lambda r=r: parts[r].receive(answer, r, CPU) for r in (2, 3)),
+    )
+    assert outcomes[:2] == [None, None]
+    found = digests_of(outcomes[2][1] + outcomes[3][1], shapes)
+    assert found == {name: tensor_digest(state[name]) for name in shapes}
+    schedule = parts[0]._agreed[1].schedule
+    assert {route.ranks for route in schedule.routes} == expected
+    assert schedule.mapped
+
+
+def test_a_group_is_used_again_and_a_member_that_gives_up_ends_it_for_all(monkeypatch):
+    state = model()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name != "head"}
+    store, answer = agreed(state, replicated(shapes, 1), replicated(shapes, 2))
+    parts = [WirePart(HOST) for _ in range(3)]
+
+    def once() -> list[Any]:
+        return in_threads(
+            lambda: parts[0].send(answer, 0, state, store),
+            *(lambda r=r: parts[r].receive(answer, r, CPU) for r in (1, 2)),
+        )
+
+    made = []
+    monkeypatch.setattr(group, "_backend", lambda *args, old=group._backend: made.append(1) or old(*args))
+    for _ in range(3):
+        assert once()[0] is None
+    assert len(made) == 3, "one route, three ranks, once"
+    assert {part.holds for part in parts} == {answer.group}
+    parts[1]._group.broadcast = lambda *_: 1 / 0
+    outcomes = once()
+    for outcome in outcomes:
+        assert isinstance(outcome, WireError)
+        assert "ZeroDivisionError" in str(outcome), outcomes
+    assert {part.holds for part in parts} == {""}
+
+
+def test_a_member_that_stays_away_is_named(monkeypatch):
+    monkeypatch.setattr(group, "MEET_SECONDS", 0.5)
+    state = model()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name != "head"}
+    store, answer = agreed(state, replicated(shapes, 1), replicated(shapes, 2))
+    part, other = WirePart(HOST), WirePart(HOST)
+    outcomes = in_threads(lambda: part.send(answer, 0, state, store), lambda: other.receive(answer, 1, CPU), seconds=5)
+    assert all("rollout1 did not join the group" in str(outcome) for outcome in outcomes), outcomes
+    time.sleep(2 * group.BEAT_SECONDS)
+    assert "weights-watch" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_stops_answering_ends_the_transfer_within_its_time(rank):
+    """One side never starts a broadcast; the other one's deadline holds."""
+    state = model()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name != "head"}
+    store, answer = agreed(state, replicated(shapes, 1), replicated(shapes, 1), seconds=1.0)
+    parts = [WirePart(HOST), WirePart(HOST)]
+    works = [
+        lambda: parts[0].send(answer, 0, state, store),
+        lambda: parts[1].receive(answer, 1, CPU),
+    ]
+    in_threads(*works)
+    parts[rank]._group.broadcast = lambda *_: time.sleep(1.5) or 1 / 0
+    began = time.monotonic()
+    outcomes = in_threads(*works, seconds=10)
+    assert time.monotonic() - began < 6
+    assert f"{answer.names[rank]} did not answer in time" in str(outcomes[1 - rank]), outcomes
+
+
+# ---- the whole way: joining over gRPC
+
+
+class Maker:
+    """The actor's side."""
+
+    def __init__(self) -> None:
+        self.publisher = GrpcPublisher()
+        self.server = grpc.aio.server(interceptors=[Guard(TOKEN)], options=SERVER_OPTIONS)
+        servicer = WeightsServicer(self.publisher, Gatherings(HOST))
+        weights_pb2_grpc.add_WeightsServiceServicer_to_server(servicer, self.server)
+        self.publisher.endpoint = f"{HOST}:{self.server.add_insecure_port(f'{HOST}:0')}"
+
+    def publish(self, version: int, state: dict[str, torch.Tensor], channel: str = "gloo", **options: Any):
+        config = WeightsConfig(channel=channel, timeout=20, **options)
+        return self.publisher.publish(version, state, run="r", options=config)
+
+
+@pytest.fixture
+async def maker():
+    made = Maker()
+    await made.server.start()
+    yield made
+    await made.server.stop(0)
+
+
+@pytest.fixture
+async def connections():
+    made = Connections(TOKEN)
+    yield made
+    await made.close()
+
+
+def members(count: int) -> dict[str, LocalReceiver]:
+    return {f"m{n}": LocalReceiver(WirePart(HOST), CPU) for n in range(count)}
+
+
+async def take(connections, ref, receivers, gathering: str = "", asked: tuple[str, ...] = ()) -> list[Any]:
+    message = weights_pb2.WeightsGathering(id=gathering or f"g{time.monotonic_ns()}", members=asked or list(receivers))
+    outcomes = await asyncio.gather(
+        *(join(connections, ref, message, name, receiver, 30) for name, receiver in receivers.items()),
+        return_exceptions=True,
+    )
+    return [outcome if isinstance(outcome, BaseException) else None for outcome in outcomes]
+
+
+async def test_all_members_get_a_version_verified_and_the_group_stays(maker, connections):
+    receivers = members(3)
+    for version in range(1, 5):
+        state = model(version)
+        ref = maker.publish(version, state)
+        assert list(ref.offers) == ["gloo"]
+        assert await take(connections, ref, receivers) == [None] * 3
+        for receiver in receivers.values():
+            assert state_digest(receiver.tensors) == ref.digest
+            assert receiver.tensors["head"] is receiver.tensors["embed"]
+        groups = {receiver.holds for receiver in receivers.values()}
+        assert len(groups) == 1
+        if version == 1:
+            first = groups
+    assert groups == first
+
+
+async def test_after_a_restart_on_either_side_there_is_a_fresh_group(maker, connections):
+    receivers = members(2)
+    assert await take(connections, maker.publish(1, model(1)), receivers) == [None, None]
+    before = receivers["m0"].holds
+    receivers["m1"] = LocalReceiver(WirePart(HOST), CPU)
+    ref = maker.publish(2, model(2))
+    assert await take(connections, ref, receivers) == [None, None]
+    assert receivers["m0"].holds == receivers["m1"].holds != before
+    again = Maker()
+    await again.server.start()
+    ref = again.publish(3, model(3))
+    assert await take(connections, ref, receivers) == [None, None]
+    assert state_digest(receivers["m0"].tensors) == ref.digest
+    await again.server.stop(0)
+
+
+async def test_a_member_that_comes_late_hears_that_the_others_went_on(maker, connections, monkeypatch):
+    monkeypatch.setattr(gather, "PATIENCE_SECONDS", 0.5)
+    receivers, ref = members(2), maker.publish(1, model())
+    late = {"m1": receivers.pop("m1")}
+    assert await take(connections, ref, receivers, "g", ("m0", "m1")) == [None]
+    [error] = await take(connections, ref, late, "g", ("m0", "m1"))
+    assert isinstance(error, FailedPrecondition)
+    assert "went on without 'm1'" in str(error)
+    [error] = await take(connections, ref, {"m9": late["m1"]}, "h", ("m0",))
+    assert isinstance(error, InvalidArgument)
+
+
+async def test_who_cannot_use_the_channel_holds_up_nobody(maker, connections):
+    class OnlyGrpc(LocalReceiver):
+        @property
+        def channels(self):
+            return []
+
+    receivers = members(1) | {"x": OnlyGrpc(WirePart(HOST), CPU)}
+    began = time.monotonic()
+    done, refused = await take(connections, maker.publish(1, model()), receivers)
+    assert done is None
+    assert "'x' can use grpc" in str(refused)
+    assert time.monotonic() - began < 5
+
+
+async def test_damage_on_the_way_is_found_and_the_tensor_named(maker, connections, monkeypatch):
+    from shared.weights import wire
+
+    def spoiled(schedule, group, local, deadline, run=wire.run):
+        run(schedule, group, local, deadline)
+        if group.rank == 1:
+            local["o"].view(torch.int32)[3, 3] ^= 1
+
+    monkeypatch.setattr("shared.weights.part.run", spoiled)
+    error, good = await take(connections, maker.publish(1, model()), members(2))
+    assert isinstance(error, Internal)
+    assert "tensor 'o' has digest" in str(error)
+    assert good is None
+
+
+async def test_a_tensor_that_the_actor_lacks_is_named(maker, connections):
+    class Wanting(LocalReceiver):
+        def ranks(self):
+            [rank] = super().ranks()
+            rank.pieces.add(tensor="other", start=[0], size=[3])
+            return [rank]
+
+    [error] = await take(connections, maker.publish(1, model()), {"m": Wanting(WirePart(HOST), CPU)})
+    assert isinstance(error, FailedPrecondition)
+    assert "'other'" in str(error)
+
+
+async def test_cut_at_every_bucket_then_whole_again(maker, connections, monkeypatch):
+    """Either side raises at any bucket: an error with the cause on both sides, then a fresh group brings it all."""
+    receivers = members(2)
+    state = model(rows=60_000)
+    for place in range(5):
+        version = place + 1
+        ref = maker.publish(version, state, bucket_mib=1)
+        monkeypatch.setenv("SEXTET_FAILPOINTS", f"weights.bucket.{place}=error")
+        outcomes = await take(connections, ref, receivers)
+        monkeypatch.setenv("SEXTET_FAILPOINTS", "")
+        if all(outcome is None for outcome in outcomes):
+            assert place > 0, "there is a first bucket"
+            break
+        for outcome in outcomes:
+            assert isinstance(outcome, FailedPrecondition)
+            assert "FailpointError" in str(outcome), outcomes
+        assert await take(connections, ref, receivers) == [None, None]
+        assert state_digest(receivers["m1"].tensors) == ref.digest
+
+
+def test_channels_that_cannot_be_are_refused_by_name():
+    held = codec.snapshot(1, model())
+    assert gather.offers(held, "auto") == []
+    assert gather.offers(held, "grpc") == []
+    with pytest.raises(InvalidArgument, match=r"weights\.channel=nccl, but the policy is on the CPU: use auto"):
+        gather.offers(held, "nccl")
+
+
+async def test_two_hundred_versions_leave_nothing_behind(maker, connections):
+    import gc
+
+    import psutil
+
+    receivers, process = members(1), psutil.Process()
+    state = model(rows=6000)
+    for version in range(1, 201):
+        ref = maker.publish(version, state)
+        assert await take(connections, ref, receivers) == [None]
+        if version == 20:
+            gc.collect()
+            memory, files, threads = process.memory_info().rss, process.num_fds(), process.num_threads()
+    gc.collect()
+    assert process.num_fds() <= files + 2
+    assert process.num_threads() <= threads + 2
+    assert process.memory_info().rss < memory + (30 << 20)
