@@ -147,6 +147,9 @@ class Conductor:
                     raise
                 doing, step = self._doing
                 await self.events.send("warning", f"{doing} failed: {cause}", step)
+                if failures > 1:
+                    # What keeps failing needs time to end, or to come back.
+                    await asyncio.sleep(backoff(self._config.recovery, failures))
 
     async def release(self) -> None:
         """Ends the run's hold on the roles."""

@@ -115,7 +115,11 @@ class Spmd:
         command.Pack(request)
         # Operations of different lanes may come at the same time.
         async with self._one:
-            await asyncio.to_thread(self._group.broadcast, command.SerializeToString())
+            try:
+                await asyncio.to_thread(self._group.broadcast, command.SerializeToString())
+            except RuntimeError as error:
+                # Whoever asks must not be told of it while this rank still looks alive.
+                self._watch.die(f"{request.DESCRIPTOR.name} can't be passed on: {error}")
             return await self._to_the_end(request.DESCRIPTOR.name, work)
 
     async def follow(self, handlers: Handlers) -> NoReturn:
