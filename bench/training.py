@@ -1,24 +1,30 @@
 """A PPO update of actor and critic: samples/s, MFU and memory, in one table.
 
-    python bench/training.py --shapes tiny --rows 16 --prompt 32 --response 32               # on a CPU
-    python bench/training.py --shapes 1b,7b --rows 32 --json OUT.json                        # on a GPU
-    python bench/training.py --shapes 1b,7b --rows 32 --ranks 2                              # on two
+    python bench/training.py --shapes tiny --rows 16 --prompt 32 --response 32          # on a CPU
+    python bench/training.py --shapes 1b,7b --rows 32 --json OUT.json                   # on a GPU
+    python bench/training.py --shapes 1b,7b --rows 32 --ranks 2                         # on two
+    python bench/training.py --shapes 1b,7b --rows 32 --trl                             # beside TRL: pip install trl
 
 A shape is a Llama with random weights. An update is what the roles do in a step with a batch of --rows samples: the
 actor's log-probs, the critic's values, and an optimizer step of each. Both are measured one after the other, each alone
-on the device, and the second of two tries counts. A line is printed when it is done, also if memory did not suffice.
+on the device; of five tries the median of the last three counts. A line is printed when it is done, also if memory did
+not suffice. With --trl the actor's optimizer step (actor_s, nothing else) is done by TRL's GRPOTrainer, too: see
+bench/training_trl.py for what that includes.
 """
 
 import argparse
 import gc
+import importlib.metadata
+import importlib.util
 import json
 import os
 import resource
 import socket
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +45,10 @@ MICRO = {("tiny", True): 8, ("tiny", False): 8, ("1b", True): 16, ("1b", False):
 """Rows of a micro-batch, by shape and whether activations are recomputed."""
 COLUMNS = ("shape", "ranks", "recompute", "micro", "samples_s", "logprobs_s", "actor_s", "values_s", "critic_s",
            "actor_mfu", "critic_mfu", "actor_gib", "critic_gib", "gradient_error")  # fmt: skip
+BESIDE_TRL = ("actor_samples_s", "trl_samples_s", "over_trl", "trl_gib", "grad_norm", "trl_grad_norm")
+"""Columns that --trl adds. Same rows, weights and loss: the gradients' norms have to be the same."""
+WARM_UP, COUNTED = 2, 3
+"""Tries that go before and tries that count."""
 
 
 def make_batch(rows: int, prompt: int, response: int, uneven: bool) -> Any:
@@ -95,36 +105,54 @@ def make_config(shape: str, recompute: bool, job: dict[str, Any]) -> Any:
 def make_model(kind: Any, shape: str, config: Any, training: Any, parallel: Any) -> Any:
     """A policy or value model with random weights, cut over the ranks where there are several."""
     import torch
-    from transformers import LlamaConfig
 
-    from shared.training.device import pick_device
     from shared.training.models import ValueModel, adopt
-    from shared.training.regions import local
-    from shared.training.sharding import build, distribute, lay_out
+    from shared.training.sharding import distribute, lay_out
 
-    settings = LlamaConfig(**SHAPES[shape], vocab_size=VOCABULARY, max_position_embeddings=4096)
-    lm, dtype = adopt(build(settings), training, shape, shape), getattr(torch, config.model.dtype)
-    model = kind(lm.base_model, settings.hidden_size, dtype) if kind is ValueModel else kind(lm, dtype)
-
-    def fill(name: str, parameter: Any) -> None:
-        values = local(parameter)
-        values.fill_(1.0) if values.ndim < 2 else values.normal_(0, 0.02)
-
+    lm, dtype = adopt(empty(shape), training, shape, shape), getattr(torch, config.model.dtype)
+    model = kind(lm.base_model, lm.config.hidden_size, dtype) if kind is ValueModel else kind(lm, dtype)
     if parallel.group.size > 1:
         # A value head is made here with memory; all others have none yet.
         distribute(model, lm, parallel, fill, "model")
     else:
-        device = pick_device("auto")
-        model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                fill(name, parameter)
+        fill_all(model)
     lay_out(model, training, parallel, shape)
     return model
 
 
+def empty(shape: str) -> Any:
+    """A language model whose parameters have no memory yet."""
+    from transformers import LlamaConfig
+
+    from shared.training.sharding import build
+
+    return build(LlamaConfig(**SHAPES[shape], vocab_size=VOCABULARY, max_position_embeddings=4096))
+
+
+def fill(name: str, parameter: Any) -> None:
+    from shared.training.regions import local
+
+    values = local(parameter)
+    values.fill_(1.0) if values.ndim < 2 else values.normal_(0, 0.02)
+
+
+def fill_all(model: Any) -> Any:
+    """The same weights whenever it is called for a shape."""
+    import torch
+
+    from shared.training.device import pick_device
+
+    device = pick_device("auto")
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fill(name, parameter)
+    return model
+
+
 def measure(role: Any, model: Any, config: Any, training: Any, parallel: Any, block: Any) -> Iterator[dict[str, float]]:
-    """Seconds of scoring and of an update, twice, with the metrics of the update."""
+    """Seconds of scoring and of an update, try by try, with the metrics of the update."""
     import torch
 
     from shared.batch.block import Block, Ragged
@@ -156,7 +184,7 @@ def measure(role: Any, model: Any, config: Any, training: Any, parallel: Any, bl
             torch.cuda.synchronize()
         return time.perf_counter() - began, result
 
-    for _ in range(2):
+    for _ in range(WARM_UP + COUNTED):
         scoring, _ = timed(lambda: score(held, scored, outline))
         updating, metrics = timed(lambda: role._update(held, 1, updated, outline))
         yield {"scoring": scoring, "updating": updating, **metrics}
@@ -180,9 +208,9 @@ def run_row(shape: str, recompute: bool, parallel: Any, job: dict[str, Any]) -> 
             last = run_role(role, kind, shape, config, training, parallel, block)
             row |= dict(zip(names[role.ROLE], (last["scoring"], last["updating"]), strict=True))
             row[f"{role.ROLE}_mfu"] = last.get("mfu")
-            row |= {name: last[name] for name in ("gradient_error",) if name in last}
-            peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            row[f"{role.ROLE}_gib"] = last.get("memory_peak_gib", peak_kib / 2**20)
+            if role is actor:
+                row |= {name: last[name] for name in ("grad_norm", "gradient_error") if name in last}
+            row[f"{role.ROLE}_gib"] = last.get("memory_peak_gib", process_gib())
             free()
         row["samples_s"] = job["rows"] / sum(row[name] for pair in names.values() for name in pair)
     except (MemoryError, torch.OutOfMemoryError) as error:
@@ -192,10 +220,42 @@ def run_row(shape: str, recompute: bool, parallel: Any, job: dict[str, Any]) -> 
     return row
 
 
+def add_trl(row: dict[str, Any], job: dict[str, Any]) -> None:
+    """TRL's update beside the actor's in a line of the table."""
+    import torch
+
+    from bench.training_trl import measure as measure_trl
+
+    config = make_config(row["shape"], row["recompute"], job)
+    block = make_batch(job["rows"], job["prompt"], job["response"], job["uneven"])
+    if "actor_s" in row:
+        row["actor_samples_s"] = job["rows"] / row["actor_s"]
+    try:
+        last = middle(measure_trl(fill_all(empty(row["shape"])), config, block, WARM_UP + COUNTED))
+        row |= {"trl_s": last["updating"], "trl_gib": last.get("memory_peak_gib", process_gib())}
+        row |= {"trl_grad_norm": last["grad_norm"], "trl_samples_s": job["rows"] / last["updating"]}
+        if "actor_s" in row:
+            row["over_trl"] = row["trl_s"] / row["actor_s"]
+    except torch.OutOfMemoryError as error:
+        row["trl_samples_s"] = f"out of memory: {str(error).splitlines()[0][:90]}"
+    free()
+
+
+def middle(tries: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Of every number the median over the tries that count."""
+    counted = list(tries)[WARM_UP:]
+    return {name: statistics.median(each[name] for each in counted) for name in counted[0]}
+
+
+def process_gib() -> float:
+    """The most main memory that this process ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def run_role(role: Any, kind: Any, shape: str, config: Any, training: Any, parallel: Any, block: Any) -> dict[str, Any]:
-    """The last measurement of one model, which is gone afterwards."""
+    """What one model's tries gave; it is gone afterwards."""
     model = make_model(kind, shape, config, training, parallel)
-    *_, last = measure(role, model, config, training, parallel, block)
+    last = middle(measure(role, model, config, training, parallel, block))
     if training.eight_bit_activations and role.ROLE == "actor":
         last["gradient_error"] = gradient_error(model, training, parallel, block)
     return last
@@ -227,7 +287,7 @@ def free() -> None:
     free_memory()
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: dict[str, Any], columns: Iterable[str]) -> str:
     def show(name: str) -> str:
         value = row.get(name)
         if value is None:
@@ -236,7 +296,7 @@ def line(row: dict[str, Any]) -> str:
             return f"{value:.1%}"
         return f"{value:.3g}" if isinstance(value, float) else str(value)
 
-    shown = [show(name) for name in COLUMNS]
+    shown = [show(name) for name in columns]
     if "error" in row:
         shown[4] = f"out of memory: {row['error'][:90]}"
     return f"| {' | '.join(shown)} |"
@@ -266,12 +326,16 @@ def run_rank(job: dict[str, Any], rank: int) -> None:
     for shape, recompute in job["lines"]:
         parallel = plan_parallel(ParallelConfig(**job["parallel"]), group, "parallel")
         row = run_row(shape, recompute, parallel, job)
+        if job["trl"]:
+            add_trl(row, job)
         results.append(row)
         if rank == 0:
-            print(line(row), flush=True)
+            print(line(row, job["columns"]), flush=True)
             if job["json"]:
                 title = f"PPO update, {job['rows']} rows, {job['prompt']} + {job['response']} tokens, {job['dtype']}"
                 about = {"title": title, "device": device_name(), "torch": torch.__version__, "results": results}
+                if job["trl"]:
+                    about["trl"] = importlib.metadata.version("trl")
                 Path(job["json"]).write_text(json.dumps(about, indent=1) + "\n")
         if "error" in row and job["ranks"] > 1:
             # The others wait for this rank in the middle of the line.
@@ -303,6 +367,7 @@ def main() -> int:
     parser.add_argument("--eight-bit", action="store_true", help="activations in 8 bits; shows the gradient's error")
     parser.add_argument("--uneven", action="store_true", help="responses of 1 to --response tokens")
     parser.add_argument("--padded", action="store_true", help="rows side by side, padded to the longest")
+    parser.add_argument("--trl", action="store_true", help="the actor's update by TRL's trainer, too")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for all")
     parser.add_argument("--json", help="where results are written")
     parser.add_argument("--job", nargs=2, help=argparse.SUPPRESS)
@@ -312,15 +377,24 @@ def main() -> int:
         return 0
     with socket.create_server(("127.0.0.1", 0)) as free_port:
         port = free_port.getsockname()[1]
-    shapes, words = options.shapes.split(","), options.recompute.split(",")
+    lines = [(shape, word == "yes") for shape in options.shapes.split(",") for word in options.recompute.split(",")]
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    if options.trl:
+        if importlib.util.find_spec("trl") is None:
+            parser.error("--trl needs a package that is not here: pip install trl")
+        if options.ranks > 1 or any(options.rows % (options.micro or MICRO[line]) for line in lines):
+            parser.error("--trl needs --ranks 1 and --rows that --micro divides")
+        # With more devices in sight the trainer would want all of them; and it would tell its makers of this run.
+        environment = {"CUDA_VISIBLE_DEVICES": "0", **environment, "HF_HUB_OFFLINE": "1"}
+    columns = COLUMNS + BESIDE_TRL * options.trl
     job = vars(options) | {
-        "lines": [(shape, word == "yes") for shape in shapes for word in words],
+        "lines": lines,
+        "columns": columns,
         "parallel": {"tp": options.tp, "cp": options.cp, "shard": options.shard, "accumulate": options.accumulate},
         "port": port,
     }  # fmt: skip
-    print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}", flush=True)
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}", flush=True)
     command = [sys.executable, __file__, "--job", json.dumps(job)]
-    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [subprocess.Popen([*command, str(rank)], env=environment, cwd=ROOT) for rank in range(options.ranks)]
     until = time.monotonic() + options.timeout
     try:
