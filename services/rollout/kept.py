@@ -78,7 +78,9 @@ class KeptSamples:
                     found.setdefault(block.rows[0], block)
             return found
 
-        return _since_drawn(place, wanted, drawn, since, finished, lambda block: block[columns.VERSIONS].data.tolist())
+        return self._since_drawn(
+            place, wanted, drawn, since, finished, lambda block: block[columns.VERSIONS].data.tolist()
+        )
 
     async def keep(self, place: Place, conversation: Block) -> None:
         """The rows of one sample are on disk when this returns."""
@@ -100,7 +102,26 @@ class KeptSamples:
                         found.setdefault(key, sample)
             return found
 
-        return list(_since_drawn(place, rows, drawn, since, finished, lambda sample: sample.versions).values())
+        return list(self._since_drawn(place, rows, drawn, since, finished, lambda sample: sample.versions).values())
+
+    def _since_drawn(
+        self,
+        place: Place,
+        wanted: Collection[RowKey],
+        drawn: Mapping[str, int],
+        since: int,
+        finished: Callable[[int, str, Collection[RowKey]], dict[RowKey, T]],
+        versions: Callable[[T], Sequence[int]],
+    ) -> dict[RowKey, T]:
+        """What is `finished` of this step, or of one since its prompt was drawn, if of versions that are wanted."""
+        found = finished(place.step, place.label, wanted)
+        # Only those on disk: a request may name steps that are billions apart.
+        for step in self._spool.steps(min(drawn.values(), default=place.step), place.step):
+            older = {key for key in wanted if drawn.get(key.uid, place.step) <= step}
+            for key, kept in finished(step, ANY, older).items():
+                if since <= min(versions(kept)) and max(versions(kept)) <= place.version:
+                    found.setdefault(key, kept)
+        return found
 
 
 class Keeper:
@@ -128,24 +149,6 @@ class Keeper:
 def _drawn(request: rollout_pb2.GenerateRequest, place: Place) -> dict[str, int]:
     """The steps of prompts that were drawn before this one."""
     return {prompt.uid: prompt.step for prompt in request.prompts if 0 < prompt.step < place.step}
-
-
-def _since_drawn(
-    place: Place,
-    wanted: Collection[RowKey],
-    drawn: Mapping[str, int],
-    since: int,
-    finished: Callable[[int, str, Collection[RowKey]], dict[RowKey, T]],
-    versions: Callable[[T], Sequence[int]],
-) -> dict[RowKey, T]:
-    """What is `finished` of this step, or of one since its prompt was drawn, if of versions that are wanted."""
-    found = finished(place.step, place.label, wanted)
-    for step in range(min(drawn.values(), default=place.step), place.step):
-        older = {key for key in wanted if drawn.get(key.uid, place.step) <= step}
-        for key, kept in finished(step, ANY, older).items():
-            if since <= min(versions(kept)) and max(versions(kept)) <= place.version:
-                found.setdefault(key, kept)
-    return found
 
 
 def _answers(sample: Sample, row: SampleRequest) -> bool:

@@ -87,6 +87,16 @@ class Spool:
             if block and self._rows[path] & rows:
                 yield block
 
+    def steps(self, first: int, end: int) -> list[int]:
+        """The steps, from `first` to before `end`, of which anything is kept."""
+        if self._home is None:
+            return []
+        try:
+            names = os.listdir(self._home)
+        except FileNotFoundError:
+            return []
+        return sorted(step for step in map(int, filter(str.isdecimal, names)) if first <= step < end)
+
     def release(self, run: str, up_to_step: int | None) -> None:
         """Removes a run's blocks of steps up to this one; None: all."""
         if self._home is None or run != self._run or not self._home.is_dir():

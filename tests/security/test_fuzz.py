@@ -57,7 +57,7 @@ async def fuzz(there: World, method: Method, count: int) -> tuple[Counter[str], 
             code, details = await send(channel, method, mutant(method, seeds, index))
             codes[code.name] += 1
             # Ours, not one that the service has set itself and reports.
-            late = details == "Deadline Exceeded" and method.path not in WAITING
+            late = "Deadline Exceeded" in details and method.path not in WAITING
             if code in DEFECTS or late:
                 wrong.append(f"{method} #{index}: {code.name} {details[:300]}")
 

@@ -10,12 +10,14 @@ import httpx
 import pytest
 
 from services.controller import runs as runs_module
+from services.rollout.kept import KeptSamples, Place
 from shared.batch import refs
 from shared.batch.block import Block, MissingColumn, RowKey
 from shared.batch.join import plan
+from shared.batch.spool import Spool
 from shared.config import ConfigError, dump_config
 from shared.config_loading import load_config, parse_config
-from shared.gen.sextet.v1 import batch_pb2, common_pb2, controller_pb2, controller_pb2_grpc
+from shared.gen.sextet.v1 import batch_pb2, common_pb2, controller_pb2, controller_pb2_grpc, rollout_pb2
 from shared.rpc.client import Connections, call, stream
 from shared.rpc.errors import InvalidArgument
 from shared.training.role import compute
@@ -66,6 +68,28 @@ async def test_a_cursor_that_is_none_is_a_wrong_argument(tmp_path: Path) -> None
             with pytest.raises(InvalidArgument, match=r"after: .* is no cursor"):
                 _ = [each async for each in stream(stub.WatchRun, watch, timeout=5)]
         await connections.close()
+
+
+async def test_only_steps_that_were_played_are_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generate #3053: a thread went from step 3 to 4,294,967,295 by way of the disk, and the process could not end."""
+    spool = Spool(tmp_path, 10**6)
+    spool.open("r", "c")
+    for step in (2, 7, 9):
+        assert spool.add(step, "0", Block((RowKey("u", 0),), {}))
+    looked: list[int] = []
+
+    def find(step: int, label: str, wanted: object) -> list[Block]:
+        looked.append(step)
+        assert len(looked) < 10
+        return []
+
+    monkeypatch.setattr(spool, "find", find)
+    far = 2**32 - 1
+    request = rollout_pb2.GenerateRequest(prompts=[rollout_pb2.PromptRow(uid="", step=3)], since=2)
+    assert await KeptSamples(spool).find(Place(far, 0, greedy=False), [], request) == []
+    assert await KeptSamples(spool).conversations(Place(far, 0, greedy=False), [], request) == {}
+    assert looked == [far, 7, 9] * 2
+    assert spool.steps(2, 9) == [2, 7]
 
 
 BODIES = [
