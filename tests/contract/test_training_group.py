@@ -216,7 +216,7 @@ async def test_two_ranks_train_as_one_process_and_end_as_one(model: Path, tmp_pa
 
         began = time.monotonic()
         started.ranks[0].send_signal(signal.SIGKILL)
-        # Half a group must not answer that a command failed: who asks would ask it again, and again, before it has ended.
+        # Half a group must not answer that a command failed: who asks would ask again, and again, before it has ended.
         with pytest.raises(Unavailable):
             await client.act("Update", actor_pb2.ActorServiceUpdateRequest, "late", inputs=client.put(batch))
         assert started.process.wait(10) == 5
