@@ -15,6 +15,7 @@ import tempfile
 import time
 from typing import Any
 
+import pyarrow
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer
@@ -70,7 +71,8 @@ def measure(lm: PreTrainedModel, config: RunConfig, block: Block, updates: int) 
             model=lm,
             reward_funcs=no_rewards,
             args=arguments(config, len(block), updates, directory),
-            train_dataset=Dataset.from_dict({"prompt": ["given"] * updates}),
+            # Beside a pyarrow before 26 the fingerprint of a table can't be computed.
+            train_dataset=Dataset(pyarrow.table({"prompt": ["given"] * updates}), fingerprint="given"),
             processing_class=no_words(),
             callbacks=[clock],
         )
