@@ -45,17 +45,24 @@ async def test_asleep_it_frees_the_gpu_and_comes_back_in_stages(tmp_path):
             free.append(torch.cuda.mem_get_info()[0])
             return {key: (sample.response_ids, sample.logprobs) for key, sample in answers.items()}
 
+        def same(some: dict, others: dict) -> bool:
+            """The same tokens; a GPU's kernels may round the last bits of log-probs in other ways each time."""
+            return all(
+                ids == others[key][0] and logprobs == pytest.approx(others[key][1], abs=1e-4)
+                for key, (ids, logprobs) in some.items()
+            )
+
         first = await greedy()
         assert free[-1] > 0.9 * total, "asleep before the last row's call has ended"
         assert await engine.health() == ""
-        assert await greedy() == first, "the weights came back as they were"
+        assert same(await greedy(), first), "the weights came back as they were"
         actor.train(0.05)
         await engine.prepare_weights(1, dict(actor.lm.state_dict()))
         await engine.commit_weights(1)
         assert torch.cuda.mem_get_info()[0] > 0.9 * total, "weights alone are awake"
         changed = await greedy()
-        assert changed != first
-        assert await greedy() == changed
+        assert not same(changed, first)
+        assert same(await greedy(), changed)
         overlapping = await asyncio.gather(*(collect(engine.generate(GREEDY)) for _ in range(3)))
         assert all(len(found) == len(GREEDY) for found in overlapping)
     finally:
