@@ -9,7 +9,15 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from shared.rpc.errors import METADATA_KEY, Cancelled, SextetError, Unauthenticated, Unavailable, from_status
+from shared.rpc.errors import (
+    METADATA_KEY,
+    Cancelled,
+    InvalidArgument,
+    SextetError,
+    Unauthenticated,
+    Unavailable,
+    from_status,
+)
 from shared.rpc.options import CHANNEL_OPTIONS
 from shared.rpc.settings import split_address
 from shared.rpc.tls import TLS_OPTIONS, Tls, handshake_problem
@@ -33,10 +41,19 @@ class Connections:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def channel(self, endpoint: str) -> grpc.aio.Channel:
-        """The channel to `host:port`."""
+        """The channel to `host:port`.
+
+        Raises:
+            InvalidArgument: it is no address.
+        """
         if endpoint not in self._channels:
             interceptors: Any = (_Unary(self._token, endpoint, self._tls), _Stream(self._token, endpoint, self._tls))
-            self._channels[endpoint] = self._open(endpoint, interceptors)
+            channel = self._open(endpoint, interceptors)
+            # Of what gRPC can't read it makes a channel that has failed from the start and never changes: who waits for
+            # it to be ready leaves a wait behind that outlives even its close, and the process can't end any more.
+            if channel.get_state() is not grpc.ChannelConnectivity.IDLE:
+                raise InvalidArgument(f"{endpoint!r} is no address: an endpoint is host:port")
+            self._channels[endpoint] = channel
         return self._channels[endpoint]
 
     def _open(self, endpoint: str, interceptors: Any) -> grpc.aio.Channel:
@@ -50,6 +67,9 @@ class Connections:
 
         Where nobody listens any more the process has ended, and what it held with it: of an IP address that is known at
         once, while a channel would keep trying. Any other endpoint is given up after `patience` seconds.
+
+        Raises:
+            InvalidArgument: it is no address.
         """
         channel = self.channel(endpoint)
         if channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY:
