@@ -60,12 +60,12 @@ class Controller:
     async def create(self, id: str = "", **changes: Any) -> Record:
         return await self.runs.create(json.dumps(config(**changes)), id)
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 60) -> None:
         async with asyncio.timeout(seconds):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
-    async def over(self, id: str, seconds: float = 30) -> Record:
+    async def over(self, id: str, seconds: float = 60) -> Record:
         record = await self.runs.get(id)
         await self.until(lambda: record.state in ("done", "failed", "cancelled"), seconds)
         return record

@@ -291,7 +291,7 @@ async def test_a_refused_configuration_fails_the_run_in_the_roles_words(fakes: A
     await fakes.start(*ALL)
     fakes["rollout-0"].refuse_configure = "model.path: 'm' does not exist"
     await controller.create("r")
-    record = await controller.over("r", 5)
+    record = await controller.over("r")
     assert record.state == "failed"
     assert "model.path: 'm' does not exist" in record.reason
 

@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY
 from shared.gen.sextet.v1 import batch_pb2, batch_pb2_grpc, role_pb2, role_pb2_grpc
 from shared.rpc import errors
 from shared.rpc.client import Connections, call, stream
+from shared.rpc.role import Configured
 from shared.rpc.run import serve_role
 from shared.state import open_store
 from shared.state.registry import ReplicaState, list_replicas
@@ -107,21 +108,28 @@ async def test_errors_arrive_as_the_class_that_was_raised(role: RunningRole) -> 
         await call(role.role.StageCheckpoint, stage, timeout=5)
 
 
-async def test_a_call_whose_channel_is_closed_is_cancelled_and_who_waits_is_not(role: RunningRole) -> None:
-    role.parts.backend.seconds = 3
-    asked = asyncio.create_task(call(role.role.Configure, configure(1), timeout=20))
+async def test_a_call_whose_channel_is_closed_is_cancelled_and_who_waits_is_not(
+    role: RunningRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
 
-    async def begun() -> bool:
-        return bool(role.parts.backend.calls)
+    async def configured(*_: Any) -> Configured:
+        begun.set()
+        await go_on.wait()
+        return Configured(0, {})
 
-    await eventually(begun, 20)
+    monkeypatch.setattr(role.parts.backend, "configure", configured)
+    asked = asyncio.create_task(call(role.role.Configure, configure(1), timeout=60))
+    await asyncio.wait_for(begun.wait(), 60)
     await role.connections.drop(role.endpoint)
     with pytest.raises(errors.Cancelled, match="channel was closed"):
         await asked
-    asked = asyncio.create_task(call(role.role.Describe, role_pb2.DescribeRequest(), timeout=20))
+    asked = asyncio.create_task(call(role.role.Configure, configure(1), timeout=60))
+    await asyncio.wait([asked], timeout=0.1)
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
+    go_on.set()
 
 
 async def test_a_defect_is_internal_and_names_its_type(role: RunningRole, monkeypatch) -> None:
