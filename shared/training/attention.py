@@ -73,6 +73,11 @@ def attend(
     window = _window(module, options)
     if rows.context:
         query_1HNK, key_1HNK, value_1HNK = (my_heads(t, rows.context) for t in (query_1HNK, key_1HNK, value_1HNK))
+    kind = query_1HNK.device.type
+    if torch.is_autocast_enabled(kind):
+        # Rotary embeddings leave float32, which the kernel for all rows does not do.
+        compute = torch.get_autocast_dtype(kind)
+        query_1HNK, key_1HNK, value_1HNK = (t.to(compute) for t in (query_1HNK, key_1HNK, value_1HNK))
     if _has_kernel(query_1HNK, value_1HNK):
         out_NHK = _all_at_once(query_1HNK, key_1HNK, value_1HNK, rows, scaling, window)
     else:

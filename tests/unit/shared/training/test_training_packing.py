@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from shared.config import ModelConfig, OptimizerConfig, TrainingConfig
+from shared.training import attention
 from shared.training.engine import Engine, map_rows
 from shared.training.scorer import Scorer
 from shared.training.sequences import collate
@@ -112,9 +113,25 @@ def test_no_padding_is_computed(tiny_llama: Path) -> None:
     )
 
 
+def test_in_half_precision_the_kernel_for_all_rows_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(attention, "_has_kernel", lambda *tensors: bool(asked.extend(t.dtype for t in tensors)))
+    policy = load_policy(
+        ModelConfig(path=write(PACKED["llama"], tmp_path), dtype="bfloat16", device="cpu"), training(True)
+    )
+    policy(collate(BLOCK, torch.device("cpu")), 1.0)
+    # Whether the model can be packed was tried before, in float32.
+    asked.clear()
+    policy(collate(BLOCK, torch.device("cpu")), 1.0)
+    assert asked
+    assert set(asked) == {torch.bfloat16}
+
+
 @pytest.mark.gpu
-def test_on_a_gpu_in_half_precision_packed_and_padded_agree(tmp_path: Path) -> None:
+def test_on_a_gpu_in_half_precision_packed_and_padded_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel for all rows at once, with fewer key heads than heads, and with a window."""
+    at_once, kernel = [], attention.varlen_attn
+    monkeypatch.setattr(attention, "varlen_attn", lambda *args, **names: (at_once.append(1), kernel(*args, **names))[1])
     for number, config in enumerate((PACKED["llama"], PACKED["a window shorter than rows"])):
         path = ModelConfig(path=write(config, tmp_path / str(number)), dtype="bfloat16", device="cuda")
         results = []
@@ -125,5 +142,7 @@ def test_on_a_gpu_in_half_precision_packed_and_padded_agree(tmp_path: Path) -> N
             gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
             results.append((scores.logprobs_BT.detach(), gradient))
         (logprobs, gradient), (packed_logprobs, packed_gradient) = results
+        assert at_once
+        at_once.clear()
         assert (logprobs - packed_logprobs).abs().max() < 0.2
         assert torch.linalg.norm(gradient - packed_gradient) < 0.05 * torch.linalg.norm(gradient)
