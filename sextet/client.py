@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 CALL_SECONDS = 30.0
 SLOW_SECONDS = 3700.0
-"""A checkpoint waits for the step in progress; removing replicas waits until they have drained."""
+"""Checkpoints and profiles wait for steps; removing replicas waits until they have drained."""
 WATCH_SECONDS = 600.0
 RETRY_SECONDS = 60.0
 """How long a controller may be away while a run is watched."""
@@ -121,6 +121,11 @@ class AsyncClient:
         saved = await call(self._stub.CheckpointRun, pb.CheckpointRunRequest(id=id), timeout=SLOW_SECONDS)
         return saved.directory, saved.step
 
+    async def profile(self, id: str, role: str = "actor", steps: int = 1) -> list[pb.CallProfile]:
+        """Records the calls of a role (actor, critic, reference) in the next steps: a trace file of each rank."""
+        request = pb.ProfileRunRequest(id=id, role=role, steps=steps)
+        return list((await call(self._stub.ProfileRun, request, timeout=SLOW_SECONDS)).calls)
+
     async def services(self) -> list[pb.ServiceInfo]:
         """Registered services, by role."""
         return list((await call(self._stub.ListServices, pb.ListServicesRequest(), timeout=CALL_SECONDS)).services)
@@ -206,6 +211,10 @@ class Client:
     def checkpoint(self, id: str) -> tuple[str, int]:
         """Saves after the step in progress: directory and step."""
         return self._wait(self._client.checkpoint(id))
+
+    def profile(self, id: str, role: str = "actor", steps: int = 1) -> list[pb.CallProfile]:
+        """Records the calls of a role (actor, critic, reference) in the next steps: a trace file of each rank."""
+        return self._wait(self._client.profile(id, role, steps))
 
     def services(self) -> list[pb.ServiceInfo]:
         """Registered services, by role."""

@@ -1,14 +1,18 @@
-"""The end of a run: where the time went, what became of the reward, a picture of it, and where everything is."""
+"""The end of a run: where the time went, what became of the reward, a picture of it. And what profilers have seen."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from sextet.progress import Progress
+from shared.gen.sextet.v1 import controller_pb2 as pb
 
 ENDS = 5
 """Steps whose mean stands for the beginning and for the end."""
+SHOWN = 2
+"""Operators or kernels of a rank."""
 
 
 def summary(progress: Progress) -> RenderableType:
@@ -41,6 +45,25 @@ def call_table(progress: Progress) -> Table:
         share = f"{sum(seconds) / wall:.0%}" if wall else ""
         table.add_row(call, f"{sum(seconds):.1f}", f"{mean(seconds):.3f}", f"{max(seconds):.3f}", share)
     table.add_row("steps", f"{wall:.1f}", f"{wall / max(1, len(progress.steps)):.3f}", "", "100%", style="bold")
+    return table
+
+
+def profile_table(calls: Sequence[pb.CallProfile]) -> Table:
+    """What the profiler of every rank has seen of the recorded calls."""
+    table = Table(title="shares of the seconds; ranks that wait for a slow one communicate more", title_justify="left")
+    for head in ("step", "call", "replica", "rank"):
+        table.add_column(head, no_wrap=True)
+    for head in ("seconds", "communication", "compute", "memory, GiB"):
+        table.add_column(head, justify="right")
+    table.add_column("most time in")
+    table.add_column("trace")
+    for call in calls:
+        for rank in call.ranks:
+            shares = f"{rank.communication_share:.1%}", f"{rank.compute_share:.1%}"
+            top = ", ".join(f"{each.name} {each.seconds:.3f} s" for each in rank.top[:SHOWN])
+            place = str(call.step), call.call, call.replica, str(rank.rank)
+            numbers = f"{rank.seconds:.3f}", *shares, f"{rank.memory_peak_gib:.2f}"
+            table.add_row(*place, *numbers, top, Path(rank.path).name or rank.fault)
     return table
 
 

@@ -14,6 +14,7 @@ from shared.rpc.ranks import Alone, Handlers, Ranks
 from shared.rpc.role import ENGINE
 from shared.rpc.run import RoleContext
 from shared.training.group import ALONE, Group
+from shared.training.profiling import profiled
 from shared.training.role import BatchPort, refuse_gap
 
 SAMPLES = (columns.PROMPT_IDS, columns.RESPONSE_IDS, columns.RESPONSE_MASK)
@@ -28,7 +29,7 @@ class ActorServicer(actor_pb2_grpc.ActorServiceServicer):
         self, context: RoleContext[Any], backend: ActorBackend, group: Group = ALONE, ranks: Ranks | None = None
     ) -> None:
         self._operations, self._batches, self._backend = context.operations, BatchPort(context, group), backend
-        self._ranks = ranks or Alone()
+        self.group, self._ranks = group, ranks or Alone()
         self.handlers: Handlers = {
             pb.ActorServiceComputeLogprobsRequest: self._logprobs,
             pb.ActorServiceUpdateRequest: self._update,
@@ -83,6 +84,7 @@ class ActorServicer(actor_pb2_grpc.ActorServiceServicer):
 
         return await self._operations.run(request, work, lane=ENGINE)
 
+    @profiled
     async def _logprobs(self, request: pb.ActorServiceComputeLogprobsRequest) -> pb.ActorServiceComputeLogprobsResponse:
         run = request.operation.id.run
         plan = partial(self._backend.my_rows, run, None)
@@ -90,6 +92,7 @@ class ActorServicer(actor_pb2_grpc.ActorServiceServicer):
         block, metrics = await self._backend.logprobs(run, samples, outline)
         return pb.ActorServiceComputeLogprobsResponse(block=self._batches.put(block, request), metrics=metrics)
 
+    @profiled
     async def _update(self, request: pb.ActorServiceUpdateRequest) -> pb.ActorServiceUpdateResponse:
         refuse_gap(request, self._backend.version())
         operation, names = request.operation.id, refs.column_names(request.inputs)

@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from services.controller.cluster import Cluster
+from services.controller.profiles import MAX_STEPS, Calls
 from services.controller.runs import Runs
 from services.controller.scalers.base import Scaler
-from services.controller.verbs import KEPT, ROLES
+from services.controller.verbs import KEPT, PROFILED_ROLES, ROLES
 from shared.gen.sextet.v1 import controller_pb2 as pb
 from shared.rpc.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
 from shared.state import StateStore
@@ -59,6 +60,14 @@ class Api:
     async def checkpoint(self, id: str) -> tuple[str, int]:
         """Saves after the step in progress: directory and step."""
         return await self._runs.checkpoint(id)
+
+    async def profile(self, id: str, role: str, steps: int) -> Calls:
+        """Has a role's calls in the next steps recorded: what their ranks have seen."""
+        if role not in PROFILED_ROLES:
+            raise InvalidArgument(f"role: {role!r} has no profiler; {', '.join(PROFILED_ROLES)} have one")
+        if not 1 <= steps <= MAX_STEPS:
+            raise InvalidArgument(f"steps: {steps} is not between 1 and {MAX_STEPS}")
+        return await self._runs.profile(id, role, steps)
 
     async def services(self) -> "list[pb.ServiceInfo]":
         """What the registry knows."""

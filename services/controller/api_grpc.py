@@ -40,6 +40,11 @@ class ControllerServicer(controller_pb2_grpc.ControllerServiceServicer):
         directory, step = await self._api.checkpoint(request.id)
         return pb.CheckpointRunResponse(directory=directory, step=step)
 
+    async def ProfileRun(self, request: pb.ProfileRunRequest, context: Any) -> pb.ProfileRunResponse:
+        return pb.ProfileRunResponse(
+            calls=await self._api.profile(request.id, request.role or "actor", request.steps or 1)
+        )
+
     async def ListServices(self, request: pb.ListServicesRequest, context: Any) -> pb.ListServicesResponse:
         return pb.ListServicesResponse(services=await self._api.services())
 

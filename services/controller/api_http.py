@@ -38,6 +38,13 @@ class Wanted(Body):
     """Answer before the registry lists them."""
 
 
+class Look(Body):
+    """What to record, with PyTorch's profiler."""
+
+    role: str = "actor"
+    steps: int = 1
+
+
 class RunModel(BaseModel):
     """A run."""
 
@@ -65,6 +72,42 @@ class CheckpointModel(BaseModel):
 
     directory: str
     step: int
+
+
+class TopModel(BaseModel):
+    """Own seconds of an operator or kernel, and how often it was called."""
+
+    name: str
+    seconds: float
+    calls: int
+
+
+class RankModel(BaseModel):
+    """What one rank's profiler has seen."""
+
+    rank: int
+    path: str
+    seconds: float
+    communication_share: float
+    compute_share: float
+    memory_peak_gib: float
+    top: list[TopModel]
+    fault: str
+
+
+class CallModel(BaseModel):
+    """A recorded call."""
+
+    step: int
+    call: str
+    replica: str
+    ranks: list[RankModel]
+
+
+class ProfileModel(BaseModel):
+    """All recorded calls."""
+
+    calls: list[CallModel]
 
 
 class ServiceModel(BaseModel):
@@ -155,6 +198,11 @@ def make_app(api: Api, token: str) -> FastAPI:
         """Saves a checkpoint after the step in progress."""
         directory, step = await api.checkpoint(id)
         return CheckpointModel(directory=directory, step=step)
+
+    @app.post("/v1/runs/{id}/profile", **options)
+    async def profile_run(id: str, body: Look) -> ProfileModel:
+        """Records a role's calls in the next steps; answers when they are done."""
+        return ProfileModel(calls=[CallModel(**_dict(each)) for each in await api.profile(id, body.role, body.steps)])
 
     @app.get("/v1/services", **options)
     async def list_services() -> ServicesModel:

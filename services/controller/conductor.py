@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from services.controller.flows import load_flow
 from services.controller.growth import Growth
 from services.controller.journal import CannotWrite, Journal, MustWait, Position, encode_weights
 from services.controller.pool import RoleMissing
+from services.controller.profiles import Calls, Profiles
 from services.controller.prompts import DatasetOrder, PromptSource
 from services.controller.recovery import Establishment
 from services.controller.replica import Refused, ReplicaLost, backoff
@@ -105,6 +107,7 @@ class Conductor:
         self._progress = 0.0
         root = checkpoints.root_of(config, run, directory)
         self._saver = Saver(root, config.checkpoint.keep, self._keep, self._tell_saved)
+        self._profiles = Profiles(directory / "traces", partial(self.events.send, "profile"))
         self._doing = ("set-up", 0)
         self._released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._released.set_result(None)
@@ -124,6 +127,7 @@ class Conductor:
             raise
         finally:
             self._answer_wanted(FailedPrecondition("the run has ended"))
+            self._profiles.close()
 
     async def _play_on(self) -> str:
         cause, back, failures, reached = "", False, 0, -1
@@ -163,6 +167,16 @@ class Conductor:
         future: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
         self._wanted.append(future)
         return future
+
+    def profile(self, role: str, steps: int) -> "asyncio.Future[Calls]":
+        """Has a role's calls recorded in the next steps; resolves to what their ranks have seen.
+
+        Raises:
+            FailedPrecondition: the run does without the role; of the future: no trace was written.
+        """
+        if role not in self._roles:
+            raise FailedPrecondition(f"run {self._run!r} has no {role}: its roles are {', '.join(sorted(self._roles))}")
+        return self._profiles.ask(role, steps)
 
     def _answer_wanted(self, error: Exception) -> None:
         for future in self._wanted:
@@ -240,6 +254,7 @@ class Conductor:
         session.step, self._doing = number, (f"step {number}", number)
         position = self._journal.position
         session.versions = dict(position.versions)
+        self._profiles.begin()
         source = PromptSource(order, self._config.rollout.n, position.position)
 
         async def before_mutation(verb: Verb, request: Any) -> None:
@@ -290,6 +305,7 @@ class Conductor:
         for result in (result for result in results if result.call not in BOOKKEEPING):
             await self.events.send("call", result.call, number, {"seconds": result.seconds})
         await self.events.send("step", f"step {number} of {total}", number, metrics)
+        await self._profiles.end()
         await self._on_step(number, total, metrics)
 
     def _dispatcher(self, session: Session, before_mutation: Callable[[Verb, Any], Awaitable[None]]) -> Dispatcher:
@@ -297,7 +313,7 @@ class Conductor:
             RECOVERIES.inc()
             await self.events.send("recovery", message, session.step, numbers)
 
-        return Dispatcher(self._cluster, session, report, before_mutation)
+        return Dispatcher(self._cluster, session, report, before_mutation, self._profiles)
 
     def _total_steps(self, rows: int) -> int:
         if self._config.total_steps:

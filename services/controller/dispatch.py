@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from services.controller.calls import Result
 from services.controller.cluster import Cluster, Session, StateLost
 from services.controller.metrics import combine
+from services.controller.profiles import Profiles
 from services.controller.prompts import Prompt, spread_prompts
 from services.controller.replica import Member, ReplicaLost, operate
 from services.controller.stock import Sampled
@@ -80,6 +81,7 @@ class Dispatcher:
     Args:
         report: told about every recovery, in a sentence and numbers.
         before_mutation: awaited with the request before a role's state is changed.
+        profiles: has calls recorded for those who asked for it.
     """
 
     def __init__(
@@ -88,8 +90,9 @@ class Dispatcher:
         session: Session,
         report: Report,
         before_mutation: Callable[[Verb, Any], Awaitable[None]],
+        profiles: Profiles,
     ) -> None:
-        self._cluster, self._session = cluster, session
+        self._cluster, self._session, self._profiles = cluster, session, profiles
         self._policy = session.config.recovery
         self._report, self._before_mutation = report, before_mutation
         self._made: dict[BlockKey, Made] = {}
@@ -152,12 +155,16 @@ class Dispatcher:
 
     async def _operate(self, member: Member, verb: Verb, request: Any) -> Any:
         """As `operate`; tells a refusal of the work, which is for good, from a replica that is not what it was."""
+        # Once the request has its id: the work is the same, recorded or not.
+        self._profiles.mark(verb, request)
         try:
-            return await operate(member, verb, request, self._policy)
+            response = await operate(member, verb, request, self._policy)
         except FailedPrecondition as error:
             if type(error) is FailedPrecondition and (trouble := await member.trouble_with(self._session.run)):
                 raise Unavailable(f"{error} ({member} {trouble})") from error
             raise
+        self._profiles.take(verb, member, request, response)
+        return response
 
     async def _on_holder(self, verb: Verb, share: Share) -> Any:
         for _ in range(1 + self._policy.max_retries):

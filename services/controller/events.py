@@ -29,7 +29,7 @@ class Events:
         self._away_until = 0.0
 
     async def send(self, kind: str, message: str, step: int = 0, metrics: Mapping[str, float] | None = None) -> None:
-        """Appends an event; `kind` is state, step, call, validation, checkpoint, recovery, warning or error."""
+        """Appends an event; `kind` is state, step, call, validation, checkpoint, profile, recovery, warning, error."""
         log.info("event", run=self._run, step=step, kind=kind, message=message)
         fields = {
             "time": repr(time.time()),

@@ -20,18 +20,26 @@ from services.controller.conductor import Conductor, Deposed, past_the_end
 from services.controller.flows import load_flow
 from services.controller.journal import CannotWrite, MustWait, parts
 from services.controller.leader import Leadership
+from services.controller.profiles import Calls
 from services.controller.records import OVER, Record, Records
 from services.controller.replica import until_first
 from shared.config import ConfigError, RunConfig, dump_config
 from shared.config_loading import load_config, parse_config
 from shared.gen.sextet.v1 import controller_pb2
 from shared.places import Place, place
-from shared.rpc.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from shared.rpc.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+)
 from shared.state import StateStore
 
 log = structlog.get_logger()
 
-CHECKPOINT_SECONDS = 3600.0
+CHECKPOINT_SECONDS = PROFILE_SECONDS = 3600.0
 LEADING_SECONDS = 5.0
 RETRY_SECONDS = 0.2
 _CURSOR = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
@@ -183,6 +191,18 @@ class Runs:
             raise FailedPrecondition(f"run {id!r} is {record.state}: only a running one can be saved")
         async with asyncio.timeout(CHECKPOINT_SECONDS):
             return await active.conductor.checkpoint()
+
+    async def profile(self, id: str, role: str, steps: int) -> Calls:
+        """Has a role's calls in the next steps recorded: what their ranks have seen."""
+        record = await self.get(id)
+        active = self._playing(record)
+        if active is None:
+            raise FailedPrecondition(f"run {id!r} is {record.state}: only a running one can be profiled")
+        try:
+            async with asyncio.timeout(PROFILE_SECONDS):
+                return await active.conductor.profile(role, steps)
+        except TimeoutError:
+            raise DeadlineExceeded(f"run {id!r} did not do {steps} steps within {PROFILE_SECONDS:g} s") from None
 
     def _playing(self, record: Record) -> Active | None:
         return self._active if self._active and self._active.record is record else None

@@ -29,5 +29,10 @@ MISMATCH = Gauge(
     "Actor's log-probs against the rollout's in the last committed step; measures as in shared/algo/correction.py.",
     ["measure"],
 )
+PROFILE = Gauge(
+    "sextet_controller_profile_ratio",
+    "Parts of a call's time when it was last profiled, on the ranks where they are lowest and highest.",
+    ["call", "part", "rank"],
+)
 STALENESS = Gauge("sextet_controller_staleness_max", "Updates since the oldest token that the last step trained on.")
 OVERLAP = Gauge("sextet_controller_overlap_ratio", "Share of the last step's sampling ahead in which it trained.")

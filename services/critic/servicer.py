@@ -11,6 +11,7 @@ from shared.rpc.ranks import Alone, Handlers, Ranks
 from shared.rpc.role import ENGINE
 from shared.rpc.run import RoleContext
 from shared.training.group import ALONE, Group
+from shared.training.profiling import profiled
 from shared.training.role import BatchPort, refuse_gap
 
 SAMPLES = (columns.PROMPT_IDS, columns.RESPONSE_IDS, columns.RESPONSE_MASK)
@@ -24,7 +25,7 @@ class CriticServicer(critic_pb2_grpc.CriticServiceServicer):
         self, context: RoleContext[Any], backend: CriticBackend, group: Group = ALONE, ranks: Ranks | None = None
     ) -> None:
         self._operations, self._batches, self._backend = context.operations, BatchPort(context, group), backend
-        self._ranks = ranks or Alone()
+        self.group, self._ranks = group, ranks or Alone()
         self.handlers: Handlers = {
             pb.ComputeValuesRequest: self._values,
             pb.CriticServiceUpdateRequest: self._update,
@@ -42,12 +43,14 @@ class CriticServicer(critic_pb2_grpc.CriticServiceServicer):
 
         return await self._operations.run(request, work, lane=ENGINE, mutates=True)
 
+    @profiled
     async def _values(self, request: pb.ComputeValuesRequest) -> pb.ComputeValuesResponse:
         run = request.operation.id.run
         samples, outline = await self._batches.share(request.inputs, SAMPLES, partial(self._backend.my_rows, run, None))
         block, metrics = await self._backend.values(run, samples, outline)
         return pb.ComputeValuesResponse(block=self._batches.put(block, request), metrics=metrics)
 
+    @profiled
     async def _update(self, request: pb.CriticServiceUpdateRequest) -> pb.CriticServiceUpdateResponse:
         refuse_gap(request, self._backend.version())
         operation = request.operation.id

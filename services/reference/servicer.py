@@ -11,6 +11,7 @@ from shared.rpc.ranks import Alone, Handlers, Ranks
 from shared.rpc.role import ENGINE
 from shared.rpc.run import RoleContext
 from shared.training.group import ALONE, Group
+from shared.training.profiling import profiled
 from shared.training.role import BatchPort
 
 SAMPLES = (columns.PROMPT_IDS, columns.RESPONSE_IDS, columns.RESPONSE_MASK)
@@ -23,7 +24,7 @@ class ReferenceServicer(reference_pb2_grpc.ReferenceServiceServicer):
         self, context: RoleContext[Any], backend: ReferenceBackend, group: Group = ALONE, ranks: Ranks | None = None
     ) -> None:
         self._operations, self._batches, self._backend = context.operations, BatchPort(context, group), backend
-        self._ranks = ranks or Alone()
+        self.group, self._ranks = group, ranks or Alone()
         self.handlers: Handlers = {pb.ReferenceServiceComputeLogprobsRequest: self._logprobs}
 
     async def ComputeLogprobs(
@@ -34,6 +35,7 @@ class ReferenceServicer(reference_pb2_grpc.ReferenceServiceServicer):
 
         return await self._operations.run(request, work, lane=ENGINE)
 
+    @profiled
     async def _logprobs(
         self, request: pb.ReferenceServiceComputeLogprobsRequest
     ) -> pb.ReferenceServiceComputeLogprobsResponse:

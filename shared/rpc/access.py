@@ -7,7 +7,7 @@ Allowed = Mapping[str, Mapping[str, tuple[str, ...]]]
 _ROLE = ("Configure", "Describe", "StageCheckpoint", "SaveCheckpoint", "ReleaseStep", "ReleaseRun")
 _RUNS = (
     "CreateRun", "GetRun", "ListRuns", "WatchRun", "PauseRun", "ResumeRun", "CancelRun", "CheckpointRun",
-    "ListServices", "Scale",
+    "ProfileRun", "ListServices", "Scale",
 )  # fmt: skip
 
 ALLOWED: Allowed = {

@@ -35,6 +35,8 @@ from shared.telemetry import metrics
 log = structlog.get_logger()
 Response = TypeVar("Response", bound=Message)
 
+NO_PAYLOAD = frozenset({"operation", "profile"})
+"""Fields of a request that change nothing about what is done."""
 _ALL_STEPS = 2**63 - 1
 _MAX_RUNS_REMEMBERED = 1024
 
@@ -351,10 +353,11 @@ class _Call:
 
 
 def payload_digest(request: Any) -> bytes:
-    """xxh3-128 over the request's type and deterministic bytes, without its `operation`."""
+    """xxh3-128 over the request's type and deterministic bytes, without its `operation` and `profile`."""
     payload = type(request)()
     payload.CopyFrom(request)
-    payload.ClearField("operation")
+    for beside in NO_PAYLOAD.intersection(payload.DESCRIPTOR.fields_by_name):
+        payload.ClearField(beside)
     name = request.DESCRIPTOR.full_name.encode()
     return xxhash.xxh3_128_digest(name + b"\0" + payload.SerializeToString(deterministic=True))
 

@@ -22,6 +22,7 @@ from .device import free_memory
 from .errors import CheckpointError, HalfStepError, ModelError, NonFiniteError
 from .group import ALONE, Group
 from .microbatch import TOKENS
+from .profiling import recorded
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -171,7 +172,7 @@ async def compute(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
         PartlyApplied: state was left half changed; only a checkpoint helps.
     """
     try:
-        return await asyncio.to_thread(function, *args, **kwargs)
+        return await asyncio.to_thread(recorded(function), *args, **kwargs)
     except SextetError:
         raise
     except NonFiniteError as error:

@@ -25,6 +25,7 @@ from shared.gen.sextet.v1 import (
     actor_pb2,
     actor_pb2_grpc,
     batch_pb2_grpc,
+    common_pb2,
     critic_pb2,
     critic_pb2_grpc,
     reference_pb2,
@@ -93,7 +94,7 @@ class FakeRole:
         self.hooks: dict[str, Hook] = {}
         self.done: Counter[str] = Counter()
         self.rows: dict[str, Counter[RowKey]] = defaultdict(Counter)
-        self.refuse_configure = self.now_fault = ""
+        self.refuse_configure = self.now_fault = self.profile_fault = ""
         self.response_tokens, self.same_length, self.long_tail = 4, False, False
         self.token_seconds = 0.0
         self.ages_seen: list[int] = []
@@ -300,12 +301,32 @@ class FakeRole:
             self.model = fold(self.model, block.digest())
             self.now_version += 1
             await self._at("applied", request)
-            return actor_pb2.ActorServiceUpdateResponse(version=self.now_version, metrics={"loss": 0.25})
+            return actor_pb2.ActorServiceUpdateResponse(
+                version=self.now_version, metrics={"loss": 0.25}, profile=self._seen(request)
+            )
 
         answer = await self._operate(request, "update", work, ENGINE, mutates=True)
         if self.role == "actor":
             return answer
-        return critic_pb2.CriticServiceUpdateResponse(version=answer.version, metrics=answer.metrics)
+        return critic_pb2.CriticServiceUpdateResponse(
+            version=answer.version, metrics=answer.metrics, profile=answer.profile
+        )
+
+    def _seen(self, request: Any) -> list[common_pb2.RankProfile]:
+        """By two ranks, the second of which waits for the first; with a `profile_fault` by neither."""
+        if not request.HasField("profile"):
+            return []
+        if self.profile_fault:
+            return [common_pb2.RankProfile(rank=rank, seconds=2.0, fault=self.profile_fault) for rank in (0, 1)]
+        shares = [(0.1, 0.8), (0.6, 0.3)]
+        return [
+            common_pb2.RankProfile(
+                rank=rank, path=f"{request.profile.prefix}-rank-{rank}.json.gz", seconds=2.0 + rank,
+                communication_share=communication, compute_share=compute, memory_peak_gib=1.5,
+                top=[common_pb2.OperatorTime(name="aten::mm", seconds=1.0, calls=7)],
+            )
+            for rank, (communication, compute) in enumerate(shares)
+        ]  # fmt: skip
 
     async def HoldRows(self, request: Any, context: Any) -> actor_pb2.HoldRowsResponse:
         async def work() -> actor_pb2.HoldRowsResponse:

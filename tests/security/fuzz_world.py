@@ -206,6 +206,7 @@ def _controller_seeds(config_json: str) -> dict[str, list[Any]]:
         f"{service}ListServices": [pb.ListServicesRequest()],
         f"{service}Scale": [pb.ScaleRequest(role="reward", replicas=2)],
         f"{service}CheckpointRun": [pb.CheckpointRunRequest(id="r")],
+        f"{service}ProfileRun": [pb.ProfileRunRequest(id="r", role="actor", steps=1)],
         f"{service}PauseRun": [pb.PauseRunRequest(id="r")],
         f"{service}ResumeRun": [pb.ResumeRunRequest(id="r")],
         f"{service}CancelRun": [pb.CancelRunRequest(id="r")],

@@ -28,7 +28,7 @@ AT_ONCE = 16
 SECONDS = 20.0
 METADATA = (("authorization", f"Bearer {TOKEN}"),)
 # These wait for something that may never come: for as long as they are asked to.
-WAITING = {"/sextet.v1.ControllerService/WatchRun", "/sextet.v1.ControllerService/CheckpointRun"}
+WAITING = {f"/sextet.v1.ControllerService/{name}" for name in ("WatchRun", "CheckpointRun", "ProfileRun")}
 # The same code in several roles: it gets the whole of it in one of them.
 COMMON = {"sextet.v1.DataService": "reward", "sextet.v1.RoleService": "reward", "sextet.v1.WeightsService": "actor"}
 # Each that is right loads a model.

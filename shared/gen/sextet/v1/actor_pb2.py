@@ -27,7 +27,7 @@ from shared.gen.sextet.v1 import common_pb2 as sextet_dot_v1_dot_common__pb2
 from shared.gen.sextet.v1 import weights_pb2 as sextet_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15sextet/v1/actor.proto\x12\tsextet.v1\x1a\x15sextet/v1/batch.proto\x1a\x16sextet/v1/common.proto\x1a\x17sextet/v1/weights.proto\"r\n\"ActorServiceComputeLogprobsRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\x12#\n\x06inputs\x18\x02 \x01(\x0b\x32\x13.sextet.v1.BatchRef\"\xc7\x01\n#ActorServiceComputeLogprobsResponse\x12\"\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x13.sextet.v1.BlockRef\x12L\n\x07metrics\x18\x02 \x03(\x0b\x32;.sextet.v1.ActorServiceComputeLogprobsResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"h\n\x18\x43omputeAdvantagesRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\x12#\n\x06inputs\x18\x02 \x01(\x0b\x32\x13.sextet.v1.BatchRef\"\xb3\x01\n\x19\x43omputeAdvantagesResponse\x12\"\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x13.sextet.v1.BlockRef\x12\x42\n\x07metrics\x18\x02 \x03(\x0b\x32\x31.sextet.v1.ComputeAdvantagesResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x95\x01\n\x19\x41\x63torServiceUpdateRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\x12#\n\x06inputs\x18\x02 \x01(\x0b\x32\x13.sextet.v1.BatchRef\x12\x19\n\x0c\x62\x61se_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x0f\n\r_base_version\"\xa2\x01\n\x1a\x41\x63torServiceUpdateResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x43\n\x07metrics\x18\x02 \x03(\x0b\x32\x32.sextet.v1.ActorServiceUpdateResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"_\n\x0fHoldRowsRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\x12#\n\x06inputs\x18\x02 \x01(\x0b\x32\x13.sextet.v1.BatchRef\"\xa1\x01\n\x10HoldRowsResponse\x12\"\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x13.sextet.v1.BlockRef\x12\x39\n\x07metrics\x18\x02 \x03(\x0b\x32(.sextet.v1.HoldRowsResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"@\n\x15PublishWeightsRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\"@\n\x16PublishWeightsResponse\x12&\n\x07weights\x18\x01 \x01(\x0b\x32\x15.sextet.v1.WeightsRef\"P\n\x12\x45xportModelRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\x12\x11\n\tdirectory\x18\x02 \x01(\t\"(\n\x13\x45xportModelResponse\x12\x11\n\tdirectory\x18\x01 \x01(\t2\xa1\x04\n\x0c\x41\x63torService\x12p\n\x0f\x43omputeLogprobs\x12-.sextet.v1.ActorServiceComputeLogprobsRequest\x1a..sextet.v1.ActorServiceComputeLogprobsResponse\x12^\n\x11\x43omputeAdvantages\x12#.sextet.v1.ComputeAdvantagesRequest\x1a$.sextet.v1.ComputeAdvantagesResponse\x12U\n\x06Update\x12$.sextet.v1.ActorServiceUpdateRequest\x1a%.sextet.v1.ActorServiceUpdateResponse\x12\x43\n\x08HoldRows\x12\x1a.sextet.v1.HoldRowsRequest\x1a\x1b.sextet.v1.HoldRowsResponse\x12U\n\x0ePublishWeights\x12 .sextet.v1.PublishWeightsRequest\x1a!.sextet.v1.PublishWeightsResponse\x12L\n\x0b\x45xportModel\x12\x1d.sextet.v1.ExportModelRequest\x1a\x1e.sextet.v1.ExportModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15sextet/v1/actor.proto\x12\tsextet.v1\x1a\x15sextet/v1/batch.proto\x1a\x16sextet/v1/common.proto\x1a\x17sextet/v1/weights.proto\"\x99\x01\n\"ActorServiceComputeLogprobsRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\x12#\n\x06inputs\x18\x02 \x01(\x0b\x32\x13.sextet.v1.BatchRef\x12%\n\x07profile\x18\x03 \x01(\x0b\x32\x14.sextet.v1.Profiling\"\xf0\x01\n#ActorServiceComputeLogprobsResponse\x12\"\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x13.sextet.v1.BlockRef\x12L\n\x07metrics\x18\x02 \x03(\x0b\x32;.sextet.v1.ActorServiceComputeLogprobsResponse.MetricsEntry\x12\'\n\x07profile\x18\x03 \x03(\x0b\x32\x16.sextet.v1.RankProfile\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"h\n\x18\x43omputeAdvantagesRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\x12#\n\x06inputs\x18\x02 \x01(\x0b\x32\x13.sextet.v1.BatchRef\"\xb3\x01\n\x19\x43omputeAdvantagesResponse\x12\"\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x13.sextet.v1.BlockRef\x12\x42\n\x07metrics\x18\x02 \x03(\x0b\x32\x31.sextet.v1.ComputeAdvantagesResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xbc\x01\n\x19\x41\x63torServiceUpdateRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\x12#\n\x06inputs\x18\x02 \x01(\x0b\x32\x13.sextet.v1.BatchRef\x12\x19\n\x0c\x62\x61se_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12%\n\x07profile\x18\x04 \x01(\x0b\x32\x14.sextet.v1.ProfilingB\x0f\n\r_base_version\"\xcb\x01\n\x1a\x41\x63torServiceUpdateResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x43\n\x07metrics\x18\x02 \x03(\x0b\x32\x32.sextet.v1.ActorServiceUpdateResponse.MetricsEntry\x12\'\n\x07profile\x18\x03 \x03(\x0b\x32\x16.sextet.v1.RankProfile\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"_\n\x0fHoldRowsRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\x12#\n\x06inputs\x18\x02 \x01(\x0b\x32\x13.sextet.v1.BatchRef\"\xa1\x01\n\x10HoldRowsResponse\x12\"\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x13.sextet.v1.BlockRef\x12\x39\n\x07metrics\x18\x02 \x03(\x0b\x32(.sextet.v1.HoldRowsResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"@\n\x15PublishWeightsRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\"@\n\x16PublishWeightsResponse\x12&\n\x07weights\x18\x01 \x01(\x0b\x32\x15.sextet.v1.WeightsRef\"P\n\x12\x45xportModelRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\x12\x11\n\tdirectory\x18\x02 \x01(\t\"(\n\x13\x45xportModelResponse\x12\x11\n\tdirectory\x18\x01 \x01(\t2\xa1\x04\n\x0c\x41\x63torService\x12p\n\x0f\x43omputeLogprobs\x12-.sextet.v1.ActorServiceComputeLogprobsRequest\x1a..sextet.v1.ActorServiceComputeLogprobsResponse\x12^\n\x11\x43omputeAdvantages\x12#.sextet.v1.ComputeAdvantagesRequest\x1a$.sextet.v1.ComputeAdvantagesResponse\x12U\n\x06Update\x12$.sextet.v1.ActorServiceUpdateRequest\x1a%.sextet.v1.ActorServiceUpdateResponse\x12\x43\n\x08HoldRows\x12\x1a.sextet.v1.HoldRowsRequest\x1a\x1b.sextet.v1.HoldRowsResponse\x12U\n\x0ePublishWeights\x12 .sextet.v1.PublishWeightsRequest\x1a!.sextet.v1.PublishWeightsResponse\x12L\n\x0b\x45xportModel\x12\x1d.sextet.v1.ExportModelRequest\x1a\x1e.sextet.v1.ExportModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,38 +42,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ACTORSERVICEUPDATERESPONSE_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_HOLDROWSRESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_HOLDROWSRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_ACTORSERVICECOMPUTELOGPROBSREQUEST']._serialized_start=108
-  _globals['_ACTORSERVICECOMPUTELOGPROBSREQUEST']._serialized_end=222
-  _globals['_ACTORSERVICECOMPUTELOGPROBSRESPONSE']._serialized_start=225
-  _globals['_ACTORSERVICECOMPUTELOGPROBSRESPONSE']._serialized_end=424
-  _globals['_ACTORSERVICECOMPUTELOGPROBSRESPONSE_METRICSENTRY']._serialized_start=378
-  _globals['_ACTORSERVICECOMPUTELOGPROBSRESPONSE_METRICSENTRY']._serialized_end=424
-  _globals['_COMPUTEADVANTAGESREQUEST']._serialized_start=426
-  _globals['_COMPUTEADVANTAGESREQUEST']._serialized_end=530
-  _globals['_COMPUTEADVANTAGESRESPONSE']._serialized_start=533
-  _globals['_COMPUTEADVANTAGESRESPONSE']._serialized_end=712
-  _globals['_COMPUTEADVANTAGESRESPONSE_METRICSENTRY']._serialized_start=378
-  _globals['_COMPUTEADVANTAGESRESPONSE_METRICSENTRY']._serialized_end=424
-  _globals['_ACTORSERVICEUPDATEREQUEST']._serialized_start=715
-  _globals['_ACTORSERVICEUPDATEREQUEST']._serialized_end=864
-  _globals['_ACTORSERVICEUPDATERESPONSE']._serialized_start=867
-  _globals['_ACTORSERVICEUPDATERESPONSE']._serialized_end=1029
-  _globals['_ACTORSERVICEUPDATERESPONSE_METRICSENTRY']._serialized_start=378
-  _globals['_ACTORSERVICEUPDATERESPONSE_METRICSENTRY']._serialized_end=424
-  _globals['_HOLDROWSREQUEST']._serialized_start=1031
-  _globals['_HOLDROWSREQUEST']._serialized_end=1126
-  _globals['_HOLDROWSRESPONSE']._serialized_start=1129
-  _globals['_HOLDROWSRESPONSE']._serialized_end=1290
-  _globals['_HOLDROWSRESPONSE_METRICSENTRY']._serialized_start=378
-  _globals['_HOLDROWSRESPONSE_METRICSENTRY']._serialized_end=424
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=1292
-  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=1356
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=1358
-  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=1422
-  _globals['_EXPORTMODELREQUEST']._serialized_start=1424
-  _globals['_EXPORTMODELREQUEST']._serialized_end=1504
-  _globals['_EXPORTMODELRESPONSE']._serialized_start=1506
-  _globals['_EXPORTMODELRESPONSE']._serialized_end=1546
-  _globals['_ACTORSERVICE']._serialized_start=1549
-  _globals['_ACTORSERVICE']._serialized_end=2094
+  _globals['_ACTORSERVICECOMPUTELOGPROBSREQUEST']._serialized_start=109
+  _globals['_ACTORSERVICECOMPUTELOGPROBSREQUEST']._serialized_end=262
+  _globals['_ACTORSERVICECOMPUTELOGPROBSRESPONSE']._serialized_start=265
+  _globals['_ACTORSERVICECOMPUTELOGPROBSRESPONSE']._serialized_end=505
+  _globals['_ACTORSERVICECOMPUTELOGPROBSRESPONSE_METRICSENTRY']._serialized_start=459
+  _globals['_ACTORSERVICECOMPUTELOGPROBSRESPONSE_METRICSENTRY']._serialized_end=505
+  _globals['_COMPUTEADVANTAGESREQUEST']._serialized_start=507
+  _globals['_COMPUTEADVANTAGESREQUEST']._serialized_end=611
+  _globals['_COMPUTEADVANTAGESRESPONSE']._serialized_start=614
+  _globals['_COMPUTEADVANTAGESRESPONSE']._serialized_end=793
+  _globals['_COMPUTEADVANTAGESRESPONSE_METRICSENTRY']._serialized_start=459
+  _globals['_COMPUTEADVANTAGESRESPONSE_METRICSENTRY']._serialized_end=505
+  _globals['_ACTORSERVICEUPDATEREQUEST']._serialized_start=796
+  _globals['_ACTORSERVICEUPDATEREQUEST']._serialized_end=984
+  _globals['_ACTORSERVICEUPDATERESPONSE']._serialized_start=987
+  _globals['_ACTORSERVICEUPDATERESPONSE']._serialized_end=1190
+  _globals['_ACTORSERVICEUPDATERESPONSE_METRICSENTRY']._serialized_start=459
+  _globals['_ACTORSERVICEUPDATERESPONSE_METRICSENTRY']._serialized_end=505
+  _globals['_HOLDROWSREQUEST']._serialized_start=1192
+  _globals['_HOLDROWSREQUEST']._serialized_end=1287
+  _globals['_HOLDROWSRESPONSE']._serialized_start=1290
+  _globals['_HOLDROWSRESPONSE']._serialized_end=1451
+  _globals['_HOLDROWSRESPONSE_METRICSENTRY']._serialized_start=459
+  _globals['_HOLDROWSRESPONSE_METRICSENTRY']._serialized_end=505
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=1453
+  _globals['_PUBLISHWEIGHTSREQUEST']._serialized_end=1517
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=1519
+  _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=1583
+  _globals['_EXPORTMODELREQUEST']._serialized_start=1585
+  _globals['_EXPORTMODELREQUEST']._serialized_end=1665
+  _globals['_EXPORTMODELRESPONSE']._serialized_start=1667
+  _globals['_EXPORTMODELRESPONSE']._serialized_end=1707
+  _globals['_ACTORSERVICE']._serialized_start=1710
+  _globals['_ACTORSERVICE']._serialized_end=2255
 # @@protoc_insertion_point(module_scope)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16sextet/v1/common.proto\x12\tsextet.v1\"D\n\x0bOperationId\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0c\n\x04part\x18\x04 \x01(\t\">\n\tOperation\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.sextet.v1.OperationId\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"%\n\x06RowKey\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16sextet/v1/common.proto\x12\tsextet.v1\"D\n\x0bOperationId\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0c\n\x04part\x18\x04 \x01(\t\">\n\tOperation\x12\"\n\x02id\x18\x01 \x01(\x0b\x32\x16.sextet.v1.OperationId\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\"%\n\x06RowKey\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\x05\"\x1b\n\tProfiling\x12\x0e\n\x06prefix\x18\x01 \x01(\t\"<\n\x0cOperatorTime\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\r\n\x05\x63\x61lls\x18\x03 \x01(\x05\"\xbc\x01\n\x0bRankProfile\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x1b\n\x13\x63ommunication_share\x18\x04 \x01(\x01\x12\x15\n\rcompute_share\x18\x05 \x01(\x01\x12\x17\n\x0fmemory_peak_gib\x18\x06 \x01(\x01\x12$\n\x03top\x18\x07 \x03(\x0b\x32\x17.sextet.v1.OperatorTime\x12\r\n\x05\x66\x61ult\x18\x08 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,4 +37,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPERATION']._serialized_end=169
   _globals['_ROWKEY']._serialized_start=171
   _globals['_ROWKEY']._serialized_end=208
+  _globals['_PROFILING']._serialized_start=210
+  _globals['_PROFILING']._serialized_end=237
+  _globals['_OPERATORTIME']._serialized_start=239
+  _globals['_OPERATORTIME']._serialized_end=299
+  _globals['_RANKPROFILE']._serialized_start=302
+  _globals['_RANKPROFILE']._serialized_end=490
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from shared.gen.sextet.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -161,6 +162,34 @@ class CheckpointRunResponse(_message.Message):
     directory: str
     step: int
     def __init__(self, directory: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+
+class ProfileRunRequest(_message.Message):
+    __slots__ = ("id", "role", "steps")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    role: str
+    steps: int
+    def __init__(self, id: _Optional[str] = ..., role: _Optional[str] = ..., steps: _Optional[int] = ...) -> None: ...
+
+class CallProfile(_message.Message):
+    __slots__ = ("step", "call", "replica", "ranks")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    call: str
+    replica: str
+    ranks: _containers.RepeatedCompositeFieldContainer[_common_pb2.RankProfile]
+    def __init__(self, step: _Optional[int] = ..., call: _Optional[str] = ..., replica: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[_common_pb2.RankProfile, _Mapping]]] = ...) -> None: ...
+
+class ProfileRunResponse(_message.Message):
+    __slots__ = ("calls",)
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    calls: _containers.RepeatedCompositeFieldContainer[CallProfile]
+    def __init__(self, calls: _Optional[_Iterable[_Union[CallProfile, _Mapping]]] = ...) -> None: ...
 
 class ServiceInfo(_message.Message):
     __slots__ = ("role", "replica", "endpoint", "state", "run", "version", "running", "facts")

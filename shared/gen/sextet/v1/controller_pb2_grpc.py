@@ -75,6 +75,11 @@ class ControllerServiceStub:
                 request_serializer=sextet_dot_v1_dot_controller__pb2.CheckpointRunRequest.SerializeToString,
                 response_deserializer=sextet_dot_v1_dot_controller__pb2.CheckpointRunResponse.FromString,
                 _registered_method=True)
+        self.ProfileRun = channel.unary_unary(
+                '/sextet.v1.ControllerService/ProfileRun',
+                request_serializer=sextet_dot_v1_dot_controller__pb2.ProfileRunRequest.SerializeToString,
+                response_deserializer=sextet_dot_v1_dot_controller__pb2.ProfileRunResponse.FromString,
+                _registered_method=True)
         self.ListServices = channel.unary_unary(
                 '/sextet.v1.ControllerService/ListServices',
                 request_serializer=sextet_dot_v1_dot_controller__pb2.ListServicesRequest.SerializeToString,
@@ -147,6 +152,13 @@ class ControllerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ProfileRun(self, request, context):
+        """Profiles.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListServices(self, request, context):
         """Registered services.
         """
@@ -203,6 +215,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.CheckpointRun,
                     request_deserializer=sextet_dot_v1_dot_controller__pb2.CheckpointRunRequest.FromString,
                     response_serializer=sextet_dot_v1_dot_controller__pb2.CheckpointRunResponse.SerializeToString,
+            ),
+            'ProfileRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProfileRun,
+                    request_deserializer=sextet_dot_v1_dot_controller__pb2.ProfileRunRequest.FromString,
+                    response_serializer=sextet_dot_v1_dot_controller__pb2.ProfileRunResponse.SerializeToString,
             ),
             'ListServices': grpc.unary_unary_rpc_method_handler(
                     servicer.ListServices,
@@ -432,6 +449,33 @@ class ControllerService:
             '/sextet.v1.ControllerService/CheckpointRun',
             sextet_dot_v1_dot_controller__pb2.CheckpointRunRequest.SerializeToString,
             sextet_dot_v1_dot_controller__pb2.CheckpointRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProfileRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sextet.v1.ControllerService/ProfileRun',
+            sextet_dot_v1_dot_controller__pb2.ProfileRunRequest.SerializeToString,
+            sextet_dot_v1_dot_controller__pb2.ProfileRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

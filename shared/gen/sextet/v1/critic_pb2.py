@@ -26,7 +26,7 @@ from shared.gen.sextet.v1 import batch_pb2 as sextet_dot_v1_dot_batch__pb2
 from shared.gen.sextet.v1 import common_pb2 as sextet_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16sextet/v1/critic.proto\x12\tsextet.v1\x1a\x15sextet/v1/batch.proto\x1a\x16sextet/v1/common.proto\"d\n\x14\x43omputeValuesRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\x12#\n\x06inputs\x18\x02 \x01(\x0b\x32\x13.sextet.v1.BatchRef\"\xab\x01\n\x15\x43omputeValuesResponse\x12\"\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x13.sextet.v1.BlockRef\x12>\n\x07metrics\x18\x02 \x03(\x0b\x32-.sextet.v1.ComputeValuesResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x96\x01\n\x1a\x43riticServiceUpdateRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\x12#\n\x06inputs\x18\x02 \x01(\x0b\x32\x13.sextet.v1.BatchRef\x12\x19\n\x0c\x62\x61se_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\x0f\n\r_base_version\"\xa4\x01\n\x1b\x43riticServiceUpdateResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x44\n\x07metrics\x18\x02 \x03(\x0b\x32\x33.sextet.v1.CriticServiceUpdateResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xbc\x01\n\rCriticService\x12R\n\rComputeValues\x12\x1f.sextet.v1.ComputeValuesRequest\x1a .sextet.v1.ComputeValuesResponse\x12W\n\x06Update\x12%.sextet.v1.CriticServiceUpdateRequest\x1a&.sextet.v1.CriticServiceUpdateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16sextet/v1/critic.proto\x12\tsextet.v1\x1a\x15sextet/v1/batch.proto\x1a\x16sextet/v1/common.proto\"\x8b\x01\n\x14\x43omputeValuesRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\x12#\n\x06inputs\x18\x02 \x01(\x0b\x32\x13.sextet.v1.BatchRef\x12%\n\x07profile\x18\x03 \x01(\x0b\x32\x14.sextet.v1.Profiling\"\xd4\x01\n\x15\x43omputeValuesResponse\x12\"\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x13.sextet.v1.BlockRef\x12>\n\x07metrics\x18\x02 \x03(\x0b\x32-.sextet.v1.ComputeValuesResponse.MetricsEntry\x12\'\n\x07profile\x18\x03 \x03(\x0b\x32\x16.sextet.v1.RankProfile\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xbd\x01\n\x1a\x43riticServiceUpdateRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\x12#\n\x06inputs\x18\x02 \x01(\x0b\x32\x13.sextet.v1.BatchRef\x12\x19\n\x0c\x62\x61se_version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12%\n\x07profile\x18\x04 \x01(\x0b\x32\x14.sextet.v1.ProfilingB\x0f\n\r_base_version\"\xcd\x01\n\x1b\x43riticServiceUpdateResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x44\n\x07metrics\x18\x02 \x03(\x0b\x32\x33.sextet.v1.CriticServiceUpdateResponse.MetricsEntry\x12\'\n\x07profile\x18\x03 \x03(\x0b\x32\x16.sextet.v1.RankProfile\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xbc\x01\n\rCriticService\x12R\n\rComputeValues\x12\x1f.sextet.v1.ComputeValuesRequest\x1a .sextet.v1.ComputeValuesResponse\x12W\n\x06Update\x12%.sextet.v1.CriticServiceUpdateRequest\x1a&.sextet.v1.CriticServiceUpdateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,18 +37,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMPUTEVALUESRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_CRITICSERVICEUPDATERESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_CRITICSERVICEUPDATERESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_COMPUTEVALUESREQUEST']._serialized_start=84
-  _globals['_COMPUTEVALUESREQUEST']._serialized_end=184
-  _globals['_COMPUTEVALUESRESPONSE']._serialized_start=187
-  _globals['_COMPUTEVALUESRESPONSE']._serialized_end=358
-  _globals['_COMPUTEVALUESRESPONSE_METRICSENTRY']._serialized_start=312
-  _globals['_COMPUTEVALUESRESPONSE_METRICSENTRY']._serialized_end=358
-  _globals['_CRITICSERVICEUPDATEREQUEST']._serialized_start=361
-  _globals['_CRITICSERVICEUPDATEREQUEST']._serialized_end=511
-  _globals['_CRITICSERVICEUPDATERESPONSE']._serialized_start=514
-  _globals['_CRITICSERVICEUPDATERESPONSE']._serialized_end=678
-  _globals['_CRITICSERVICEUPDATERESPONSE_METRICSENTRY']._serialized_start=312
-  _globals['_CRITICSERVICEUPDATERESPONSE_METRICSENTRY']._serialized_end=358
-  _globals['_CRITICSERVICE']._serialized_start=681
-  _globals['_CRITICSERVICE']._serialized_end=869
+  _globals['_COMPUTEVALUESREQUEST']._serialized_start=85
+  _globals['_COMPUTEVALUESREQUEST']._serialized_end=224
+  _globals['_COMPUTEVALUESRESPONSE']._serialized_start=227
+  _globals['_COMPUTEVALUESRESPONSE']._serialized_end=439
+  _globals['_COMPUTEVALUESRESPONSE_METRICSENTRY']._serialized_start=393
+  _globals['_COMPUTEVALUESRESPONSE_METRICSENTRY']._serialized_end=439
+  _globals['_CRITICSERVICEUPDATEREQUEST']._serialized_start=442
+  _globals['_CRITICSERVICEUPDATEREQUEST']._serialized_end=631
+  _globals['_CRITICSERVICEUPDATERESPONSE']._serialized_start=634
+  _globals['_CRITICSERVICEUPDATERESPONSE']._serialized_end=839
+  _globals['_CRITICSERVICEUPDATERESPONSE_METRICSENTRY']._serialized_start=393
+  _globals['_CRITICSERVICEUPDATERESPONSE_METRICSENTRY']._serialized_end=439
+  _globals['_CRITICSERVICE']._serialized_start=842
+  _globals['_CRITICSERVICE']._serialized_end=1030
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,7 @@ from shared.gen.sextet.v1 import batch_pb2 as sextet_dot_v1_dot_batch__pb2
 from shared.gen.sextet.v1 import common_pb2 as sextet_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19sextet/v1/reference.proto\x12\tsextet.v1\x1a\x15sextet/v1/batch.proto\x1a\x16sextet/v1/common.proto\"v\n&ReferenceServiceComputeLogprobsRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\x12#\n\x06inputs\x18\x02 \x01(\x0b\x32\x13.sextet.v1.BatchRef\"\xcf\x01\n\'ReferenceServiceComputeLogprobsResponse\x12\"\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x13.sextet.v1.BlockRef\x12P\n\x07metrics\x18\x02 \x03(\x0b\x32?.sextet.v1.ReferenceServiceComputeLogprobsResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\x8c\x01\n\x10ReferenceService\x12x\n\x0f\x43omputeLogprobs\x12\x31.sextet.v1.ReferenceServiceComputeLogprobsRequest\x1a\x32.sextet.v1.ReferenceServiceComputeLogprobsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19sextet/v1/reference.proto\x12\tsextet.v1\x1a\x15sextet/v1/batch.proto\x1a\x16sextet/v1/common.proto\"\x9d\x01\n&ReferenceServiceComputeLogprobsRequest\x12\'\n\toperation\x18\x01 \x01(\x0b\x32\x14.sextet.v1.Operation\x12#\n\x06inputs\x18\x02 \x01(\x0b\x32\x13.sextet.v1.BatchRef\x12%\n\x07profile\x18\x03 \x01(\x0b\x32\x14.sextet.v1.Profiling\"\xf8\x01\n\'ReferenceServiceComputeLogprobsResponse\x12\"\n\x05\x62lock\x18\x01 \x01(\x0b\x32\x13.sextet.v1.BlockRef\x12P\n\x07metrics\x18\x02 \x03(\x0b\x32?.sextet.v1.ReferenceServiceComputeLogprobsResponse.MetricsEntry\x12\'\n\x07profile\x18\x03 \x03(\x0b\x32\x16.sextet.v1.RankProfile\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\x8c\x01\n\x10ReferenceService\x12x\n\x0f\x43omputeLogprobs\x12\x31.sextet.v1.ReferenceServiceComputeLogprobsRequest\x1a\x32.sextet.v1.ReferenceServiceComputeLogprobsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,12 +35,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REFERENCESERVICECOMPUTELOGPROBSRESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_REFERENCESERVICECOMPUTELOGPROBSRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_REFERENCESERVICECOMPUTELOGPROBSREQUEST']._serialized_start=87
-  _globals['_REFERENCESERVICECOMPUTELOGPROBSREQUEST']._serialized_end=205
-  _globals['_REFERENCESERVICECOMPUTELOGPROBSRESPONSE']._serialized_start=208
-  _globals['_REFERENCESERVICECOMPUTELOGPROBSRESPONSE']._serialized_end=415
-  _globals['_REFERENCESERVICECOMPUTELOGPROBSRESPONSE_METRICSENTRY']._serialized_start=369
-  _globals['_REFERENCESERVICECOMPUTELOGPROBSRESPONSE_METRICSENTRY']._serialized_end=415
-  _globals['_REFERENCESERVICE']._serialized_start=418
-  _globals['_REFERENCESERVICE']._serialized_end=558
+  _globals['_REFERENCESERVICECOMPUTELOGPROBSREQUEST']._serialized_start=88
+  _globals['_REFERENCESERVICECOMPUTELOGPROBSREQUEST']._serialized_end=245
+  _globals['_REFERENCESERVICECOMPUTELOGPROBSRESPONSE']._serialized_start=248
+  _globals['_REFERENCESERVICECOMPUTELOGPROBSRESPONSE']._serialized_end=496
+  _globals['_REFERENCESERVICECOMPUTELOGPROBSRESPONSE_METRICSENTRY']._serialized_start=450
+  _globals['_REFERENCESERVICECOMPUTELOGPROBSRESPONSE_METRICSENTRY']._serialized_end=496
+  _globals['_REFERENCESERVICE']._serialized_start=499
+  _globals['_REFERENCESERVICE']._serialized_end=639
 # @@protoc_insertion_point(module_scope)

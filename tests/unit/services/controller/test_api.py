@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from google.protobuf.json_format import MessageToDict
 
 from services.controller import telemetry
 from services.controller.service import run
@@ -126,6 +127,27 @@ async def test_a_run_over_http(served: Served, fakes: FakeSextet) -> None:
             409,
             FailedPrecondition,
         ),
+        (
+            "ProfileRun",
+            pb.ProfileRunRequest(id="x"),
+            ("POST", "/v1/runs/x/profile", {}),
+            404,
+            NotFound,
+        ),
+        (
+            "ProfileRun",
+            pb.ProfileRunRequest(id="x", role="rollout"),
+            ("POST", "/v1/runs/x/profile", {"role": "rollout"}),
+            400,
+            InvalidArgument,
+        ),
+        (
+            "ProfileRun",
+            pb.ProfileRunRequest(id="x", steps=11),
+            ("POST", "/v1/runs/x/profile", {"steps": 11}),
+            400,
+            InvalidArgument,
+        ),
     ],
 )
 async def test_errors_have_the_same_words_on_both_faces(
@@ -157,7 +179,7 @@ async def test_a_body_with_an_unknown_key_is_refused_by_name(served: Served) -> 
     assert "body.confg" in answer.json()["error"]
 
 
-async def test_pause_resume_checkpoint_and_cancel(served: Served, fakes: FakeSextet) -> None:
+async def test_pause_resume_checkpoint_profile_and_cancel(served: Served, fakes: FakeSextet) -> None:
     await fakes.start(*ALL)
     fakes["actor-0"].hooks["update"] = lambda request: asyncio.sleep(0.05)
     await served.http.post("/v1/runs", json={"config": config(total_steps=500), "id": "r"})
@@ -170,6 +192,13 @@ async def test_pause_resume_checkpoint_and_cancel(served: Served, fakes: FakeSex
     await until("running")
     saved = (await served.http.post("/v1/runs/r/checkpoint", timeout=20)).json()
     assert Path(saved["directory"]).name == f"step_{saved['step']}"
+    over_http = (await served.http.post("/v1/runs/r/profile", json={}, timeout=20)).json()["calls"]
+    over_grpc = (await served.call("ProfileRun", pb.ProfileRunRequest(id="r"))).calls
+    for (recorded,) in (over_http, map(_plain, over_grpc)):
+        assert (recorded["call"], recorded["replica"], type(recorded["step"])) == ("actor.update", "actor-0", int)
+        assert [rank["communication_share"] for rank in recorded["ranks"]] == [0.1, 0.6]
+        assert recorded["ranks"][1]["path"].endswith(f"/traces/step-{recorded['step']}-actor.update-rank-1.json.gz")
+        assert recorded["ranks"][0]["top"] == [{"name": "aten::mm", "seconds": 1.0, "calls": 7}]
     await served.call("PauseRun", pb.PauseRunRequest(id="r"))
     await until("paused")
     await served.http.post("/v1/runs/r/resume")
@@ -195,6 +224,10 @@ async def test_what_the_controller_receives_does_not_grow_with_responses(served:
     assert short["rollout.generate"] > 0
     # Ids and versions may have a digit more; five thousand tokens a row would be seen.
     assert all(abs(long[call] - short[call]) <= 16 for call in short)
+
+
+def _plain(call: pb.CallProfile) -> dict[str, Any]:
+    return {**MessageToDict(call, preserving_proto_field_name=True), "step": call.step}
 
 
 def _received() -> dict[str, float]:

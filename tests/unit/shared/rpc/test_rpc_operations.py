@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shared.gen.sextet.v1 import actor_pb2, role_pb2
+from shared.gen.sextet.v1 import actor_pb2, common_pb2, role_pb2
 from shared.rpc import errors
 from shared.rpc.operations import Operations, payload_digest
 
@@ -304,6 +304,8 @@ async def test_exclusive_work_waits_for_the_lane_and_survives_its_caller() -> No
 def test_digest_depends_on_type_and_payload_and_not_on_the_operation() -> None:
     assert payload_digest(request(step=1, epoch=1)) == payload_digest(request(step=2, epoch=9))
     assert payload_digest(request(payload="a")) != payload_digest(request(payload="b"))
+    looked_at = actor_pb2.ActorServiceUpdateRequest(profile=common_pb2.Profiling(prefix="p"))
+    assert payload_digest(looked_at) == payload_digest(actor_pb2.ActorServiceUpdateRequest())
     assert payload_digest(actor_pb2.ExportModelRequest(directory="d")) != payload_digest(
         role_pb2.SaveCheckpointRequest(directory="d")
     )
