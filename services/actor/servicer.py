@@ -15,7 +15,7 @@ from shared.rpc.role import ENGINE
 from shared.rpc.run import RoleContext
 from shared.training.group import ALONE, Group
 from shared.training.profiling import profiled
-from shared.training.role import BatchPort, refuse_gap
+from shared.training.role import BatchPort, by_rank, refuse_gap
 
 SAMPLES = (columns.PROMPT_IDS, columns.RESPONSE_IDS, columns.RESPONSE_MASK)
 OVERALL = (columns.OLD_LOGPROBS, columns.REF_LOGPROBS)
@@ -99,8 +99,9 @@ class ActorServicer(actor_pb2_grpc.ActorServiceServicer):
         plan = partial(self._backend.my_rows, operation.run, operation.step)
         overall = [name for name in OVERALL if name in names]
         batch, outline = await self._batches.share(request.inputs, names, plan, overall)
-        version, metrics = await self._backend.update(operation.run, operation.step, batch, outline)
-        return pb.ActorServiceUpdateResponse(version=version, metrics=metrics)
+        update = self._backend.update(operation.run, operation.step, batch, outline)
+        (version, metrics), seconds = await by_rank(self.group, update)
+        return pb.ActorServiceUpdateResponse(version=version, metrics={**metrics, **seconds})
 
     async def _publish(self, request: pb.PublishWeightsRequest) -> pb.PublishWeightsResponse:
         return pb.PublishWeightsResponse(weights=await self._backend.publish(request.operation.id.run))

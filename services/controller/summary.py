@@ -13,6 +13,7 @@ from services.controller.telemetry import (
     CALL_SECONDS,
     MISMATCH,
     OVERLAP,
+    RANK_SECONDS,
     REWARD,
     STALENESS,
     STEP_SECONDS,
@@ -26,6 +27,12 @@ CALLS = frozenset(verb.name for verb in verbs.FLOW_VERBS) | {"sync_weights"}
 BOOKKEEPING = frozenset({"metrics", "warmup", "keep", "join", "overlap"})
 MEASURES = frozenset({"kl", "k3_kl", "logprob_abs_difference", "logprob_abs_difference_max", "ess", "chi2_token"})
 """Of what `shared/algo/correction.py` says about the rollout's log-probs: those that are exported."""
+RANK_SECONDS_OF = {
+    f"{verb.name}/rank_seconds_{extreme}": (verb.name, rank)
+    for verb in (verbs.ACTOR_UPDATE, verbs.CRITIC_UPDATE)
+    for extreme, rank in (("max", "slowest"), ("min", "fastest"))
+}
+"""Numbers of a step that are exported by call and rank."""
 SAMPLES = frozenset({"rollout.generate", "rollout.ready"})
 """Calls whose rows are those that the step trains on."""
 
@@ -54,6 +61,8 @@ def measure(metrics: Mapping[str, float], results: list[Result]) -> None:
         measured = name.removeprefix("actor.advantages/rollout_")
         if measured in MEASURES:
             MISMATCH.labels(measured).set(value)
+        elif name in RANK_SECONDS_OF:
+            RANK_SECONDS.labels(*RANK_SECONDS_OF[name]).set(value)
         elif name.endswith("/staleness_max"):
             STALENESS.set(value)
         elif name == "overlap/share":

@@ -34,5 +34,8 @@ PROFILE = Gauge(
     "Parts of a call's time when it was last profiled, on the ranks where they are lowest and highest.",
     ["call", "part", "rank"],
 )
+RANK_SECONDS = Gauge(
+    "sextet_controller_rank_seconds", "Seconds of the slowest and fastest rank in the last step.", ["call", "rank"]
+)
 STALENESS = Gauge("sextet_controller_staleness_max", "Updates since the oldest token that the last step trained on.")
 OVERLAP = Gauge("sextet_controller_overlap_ratio", "Share of the last step's sampling ahead in which it trained.")

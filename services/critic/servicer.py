@@ -12,7 +12,7 @@ from shared.rpc.role import ENGINE
 from shared.rpc.run import RoleContext
 from shared.training.group import ALONE, Group
 from shared.training.profiling import profiled
-from shared.training.role import BatchPort, refuse_gap
+from shared.training.role import BatchPort, by_rank, refuse_gap
 
 SAMPLES = (columns.PROMPT_IDS, columns.RESPONSE_IDS, columns.RESPONSE_MASK)
 TRAINING = (*SAMPLES, columns.VALUES, columns.RETURNS)
@@ -56,5 +56,6 @@ class CriticServicer(critic_pb2_grpc.CriticServiceServicer):
         operation = request.operation.id
         plan = partial(self._backend.my_rows, operation.run, operation.step)
         batch, outline = await self._batches.share(request.inputs, TRAINING, plan, (columns.VALUES, columns.RETURNS))
-        version, metrics = await self._backend.update(operation.run, operation.step, batch, outline)
-        return pb.CriticServiceUpdateResponse(version=version, metrics=metrics)
+        update = self._backend.update(operation.run, operation.step, batch, outline)
+        (version, metrics), seconds = await by_rank(self.group, update)
+        return pb.CriticServiceUpdateResponse(version=version, metrics={**metrics, **seconds})

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import time
 from typing import Any
 
 import torch
@@ -17,11 +18,15 @@ class Group:
 
     Args:
         control: a gloo group over all ranks, for commands and small results; set when they are all there.
+
+    Attributes:
+        waited: seconds in which this rank has been waiting for what the others tell.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, control: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size = rank, size
         self.control: dist.ProcessGroup | None = control
+        self.waited = 0.0
 
     def beside(self) -> "Group":
         """The same ranks, for commands beside the present ones, which may take long. Made by all ranks together."""
@@ -42,12 +47,14 @@ class Group:
         """Every rank's bytes, on every rank, in order of rank."""
         if self.size == 1:
             return [data]
+        began = time.perf_counter()
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(data)]), group=self.control)
         longest = max(int(length) for length in lengths)
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(parts, torch.cat([_tensor(data), torch.zeros(longest - len(data), dtype=torch.uint8)]),
                         group=self.control)  # fmt: skip
+        self.waited += time.perf_counter() - began
         return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
 
     def exchange(self, value: Any) -> list[Any]:

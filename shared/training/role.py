@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Generic, ParamSpec, TypeVar
 
@@ -188,6 +189,20 @@ async def compute(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
         raise FailedPrecondition(f"out of memory: {advice}: {str(error).splitlines()[0]}") from error
     except ValueError as error:
         raise InvalidArgument(str(error)) from error
+
+
+async def by_rank(group: Group, work: Awaitable[T]) -> tuple[T, dict[str, float]]:
+    """What the work results in, and the seconds that it took the slowest and the fastest of several ranks.
+
+    Without those in which a rank waited for what the others tell it; waits in collectives of the model are in it.
+    """
+    began, waited = time.perf_counter(), group.waited
+    result = await work
+    own = time.perf_counter() - began - (group.waited - waited)
+    if group.size == 1:
+        return result, {}
+    told = await asyncio.to_thread(group.exchange, own)
+    return result, {"rank_seconds_max": max(told), "rank_seconds_min": min(told)}
 
 
 def refuse_gap(request: Any, version: int) -> None:

@@ -49,6 +49,7 @@ async def test_two_ranks_are_recorded_and_compute_the_same(tmp_path: Path) -> No
 
         plain = await client.act("Update", UPDATE, "actor.update", inputs=inputs)
         assert not plain.profile
+        assert 0 < plain.metrics["rank_seconds_min"] <= plain.metrics["rank_seconds_max"]
         expected = await weights(client, tmp_path / "plain")
         await client.configure(config)
         profile = common_pb2.Profiling(prefix=str(prefix))

@@ -169,6 +169,8 @@ def test_mismatch_staleness_and_overlap_are_exported() -> None:
         "actor.advantages/kl": 9.0,
         "rollout.ready/staleness_max": 2.0,
         "overlap/share": 0.5,
+        "critic.update/rank_seconds_max": 3.0,
+        "critic.update/rank_seconds_min": 1.0,
     }
     measure({"seconds": 1.0, "tokens_per_second": 2.0, **numbers}, [])
 
@@ -180,6 +182,8 @@ def test_mismatch_staleness_and_overlap_are_exported() -> None:
         "kl": 0.25, "ess": 0.75, "logprob_abs_difference_max": 0.5
     }  # fmt: skip
     assert (exported("staleness_max"), exported("overlap_ratio")) == (2, 0.5)
+    ranks = [exported("rank_seconds", call="critic.update", rank=rank) for rank in ("slowest", "fastest")]
+    assert ranks == [3, 1]
 
 
 def test_the_same_work_has_the_same_id_and_other_work_another() -> None:
