@@ -257,7 +257,8 @@ class _Watch:
     def _run(self) -> None:
         seen: dict[int, tuple[int, float]] = {}
         try:
-            while not self._ended.wait(BEAT_SECONDS):
+            # The first at once: of who has never given one nobody can tell that it stopped.
+            while True:
                 self._store.add(f"beat{self._rank}", 1)
                 if self._store.check(["cause"]):
                     self._told = self._store.get("cause").decode()
@@ -266,6 +267,8 @@ class _Watch:
                 for rank in range(len(self._names)) if self._rank == 0 else ():
                     self._look(rank, seen)
                 self._answered = time.monotonic()
+                if self._ended.wait(BEAT_SECONDS):
+                    return
         except RuntimeError as error:
             self._told = self._told or f"{self._names[0]} is gone: {_first_line(error)}"
 

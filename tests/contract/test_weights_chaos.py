@@ -7,12 +7,14 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 
 import grpc.aio
 import pytest
 import torch
 
 from shared.config import WeightsConfig
+from shared.failpoints import STRUCK
 from shared.gen.sextet.v1 import weights_pb2, weights_pb2_grpc
 from shared.rpc.client import Connections
 from shared.rpc.interceptors import Guard
@@ -25,9 +27,9 @@ from shared.weights.join import LocalReceiver, join
 from shared.weights.part import WirePart
 from tests.fakes.wire_process import TOKEN, WireProcess, weights
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
 torch.set_num_threads(1)
-TIMEOUT = 20.0
+TIMEOUT, PLACE = 20.0, "weights.bucket.5"
 OPTIONS = WeightsConfig(channel="gloo", timeout=TIMEOUT, bucket_mib=1)
 
 
@@ -78,10 +80,21 @@ async def with_member(here: Here, member: WireProcess) -> tuple[str, asyncio.Tas
     return await here.take(ref, f"g{here.version}", "a", "b"), other
 
 
+async def late_once(points: Path, seconds: float) -> None:
+    """Who reaches the place next sleeps there; returns when it does."""
+    struck = points / f"{PLACE}{STRUCK}"
+    struck.unlink(missing_ok=True)
+    (points / PLACE).write_text(f"sleep:{seconds}")
+    async with asyncio.timeout(60):
+        while not struck.exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
 @pytest.mark.parametrize("bucket", [0, 5])
 async def test_a_receiver_that_is_killed_at_a_bucket(here, bucket):
     member = WireProcess("member", "b", failpoints=f"weights.bucket.{bucket}=kill")
     try:
+        await member.ready()
         began = time.monotonic()
         said, other = await with_member(here, member)
         assert time.monotonic() - began < TIMEOUT
@@ -90,6 +103,7 @@ async def test_a_receiver_that_is_killed_at_a_bucket(here, bucket):
         assert here.receiver.holds == ""
         member.end()
         member = WireProcess("member", "b")
+        await member.ready()
         said, other = await with_member(here, member)
         assert said == ""
         assert (await other)["digest"] == state_digest(here.receiver.tensors)
@@ -97,19 +111,27 @@ async def test_a_receiver_that_is_killed_at_a_bucket(here, bucket):
         member.end()
 
 
-async def test_a_receiver_that_freezes_is_named_to_all(here):
-    member = WireProcess("member", "b", failpoints="weights.bucket.5=sleep:6")
+async def test_a_receiver_that_freezes_is_named_to_all(here, tmp_path):
+    member = WireProcess("member", "b", failpoints=f"@{tmp_path}")
+
+    async def frozen_while_late() -> None:
+        await late_once(tmp_path, 6)
+        os.kill(member.pid, signal.SIGSTOP)
+
     try:
-        stopping = asyncio.get_running_loop().call_later(5, lambda: os.kill(member.pid, signal.SIGSTOP))
+        await member.ready()
+        stopping = asyncio.create_task(frozen_while_late())
         began = time.monotonic()
         said, other = await with_member(here, member)
         assert time.monotonic() - began < TIMEOUT
         assert "b has shown no sign of life for 3 s" in said, said
-        stopping.cancel()
+        await stopping
         os.kill(member.pid, signal.SIGCONT)
         assert "error" in await other
+        sleeping = asyncio.create_task(late_once(tmp_path, 6))
         said, other = await with_member(here, member)
-        # Its failpoint sleeps again, and nobody stops it: late is not dead.
+        # It slept again, and nobody stopped it: late is not dead.
+        await sleeping
         assert said == ""
         assert "digest" in await other
     finally:
@@ -117,17 +139,18 @@ async def test_a_receiver_that_freezes_is_named_to_all(here):
 
 
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_sender_that_dies_or_freezes(here, stop):
-    maker = WireProcess("maker", str(TIMEOUT), failpoints="weights.bucket.5=sleep:8")
+async def test_a_sender_that_dies_or_freezes(here, stop, tmp_path):
+    maker = WireProcess("maker", str(TIMEOUT), failpoints=f"@{tmp_path}")
     try:
+        await maker.ready()
         ref = weights_pb2.WeightsRef.FromString(bytes.fromhex((await maker.ask(version=1))["ref"]))
         taking = asyncio.create_task(here.take(ref, "g1", "a"))
-        await asyncio.sleep(3)
+        await late_once(tmp_path, 8)
         assert not taking.done()
         os.kill(maker.pid, stop)
         began = time.monotonic()
         said = await taking
-        assert time.monotonic() - began < 6
+        assert time.monotonic() - began < TIMEOUT / 2
         assert "actor is gone" in said or "actor has not answered for 3 s" in said or "actor:" in said, said
         assert await here.take(here.publish(), "g2", "a") == "", "another actor, a fresh group"
     finally:

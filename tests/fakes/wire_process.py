@@ -1,6 +1,6 @@
 """One side of wire transfers as a process: `maker CHANNEL` publishes and serves, `member NAME` joins and receives.
 
-Both take one JSON line per command and answer with one.
+Both say so when they are ready, then take one JSON line per command and answer with one.
 """
 
 import asyncio
@@ -30,6 +30,10 @@ class WireProcess:
     def pid(self) -> int:
         return self.process.pid
 
+    async def ready(self) -> None:
+        """Waits until it takes commands: on a busy machine its imports take many seconds."""
+        assert await self.answer(90) == {"ready": True}
+
     def tell(self, **command: Any) -> None:
         assert self.process.stdin
         self.process.stdin.write(json.dumps(command) + "\n")
@@ -46,7 +50,7 @@ class WireProcess:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(30)
 
 
 def weights(seed: int) -> dict[str, Any]:
@@ -58,6 +62,7 @@ def weights(seed: int) -> dict[str, Any]:
 
 
 async def commands(handle: Any) -> None:
+    print('{"ready": true}', flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         try:
             answer = await handle(**json.loads(line))
