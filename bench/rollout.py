@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +155,10 @@ def result(rows: int, found: Sequence[tuple[int, float]], replicas: int = 1) -> 
     return {"rows": rows, "replicas": replicas, "tokens": found[-1][0], "tokens_per_second": speed, "tries": speeds}
 
 
-def measure(generate: Callable[[int, int], int], rows: Sequence[int], job: dict[str, Any], tries: int) -> None:
-    """Says the speed of `generate(rows, tokens of each)`, which answers how many tokens it made."""
+def measure(
+    generate: Callable[[int, int], int], rows: Sequence[int], job: dict[str, Any], tries: int, facts: dict[str, Any]
+) -> None:
+    """Says the speed of `generate(rows, tokens of each)`, which answers how many tokens it made; and the facts."""
     generate(max(rows), WARM_TOKENS)
     for count in rows:
         found = []
@@ -163,11 +166,11 @@ def measure(generate: Callable[[int, int], int], rows: Sequence[int], job: dict[
             started = time.perf_counter()
             tokens = generate(count, job["response"])
             found.append((tokens, time.perf_counter() - started))
-        say(result(count, found))
+        say(result(count, found) | facts)
 
 
 def run_bare(job: dict[str, Any]) -> None:
-    """LLM.generate on token ids: no seeds, no log-probs, no text."""
+    """LLM.generate on token ids, without text: bare, and with the seeds and log-probs that the service asks for."""
     import torch
     from vllm import LLM, SamplingParams
 
@@ -178,12 +181,15 @@ def run_bare(job: dict[str, Any]) -> None:
         enforce_eager=not torch.cuda.is_available(), **engine_arguments(job),
     )  # fmt: skip
 
-    def generate(rows: int, tokens: int) -> int:
-        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    def generate(rows: int, tokens: int, likely: bool) -> int:
+        common = {"temperature": 1.0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+        own = [{"seed": row, "logprobs": 0, "flat_logprobs": True} if likely else {} for row in range(rows)]
         asked: list[Any] = [{"prompt_token_ids": ids} for ids in job["ids"][:rows]]
-        return sum(len(output.outputs[0].token_ids) for output in llm.generate(asked, params, use_tqdm=False))
+        outputs = llm.generate(asked, [SamplingParams(**common, **options) for options in own], use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    measure(generate, job["rows"], job, job["tries"])
+    for likely in (False, True):
+        measure(partial(generate, likely=likely), job["rows"], job, job["tries"], {"likely": True} if likely else {})
 
 
 def run_hf(job: dict[str, Any]) -> None:
@@ -214,7 +220,7 @@ def run_hf(job: dict[str, Any]) -> None:
             )  # fmt: skip
         return made_BT[:, shortest:].numel()
 
-    measure(generate, job["hf_rows"], job, 1)
+    measure(generate, job["hf_rows"], job, 1, {})
 
 
 def run_serve(job: dict[str, Any]) -> None:
@@ -359,12 +365,13 @@ def line(what: str, row: dict[str, Any], bare: float | None = None) -> str:
     """A row of the table; a share is of bare vLLM at the same rows."""
     share = f"{row['tokens_per_second'] / row['replicas'] / bare:.1%}" if bare else ""
     name = f"{what} x {row['replicas']}" if row["replicas"] > 1 else what
+    name += ", seeds and log-probs" if row.get("likely") else ""
     return f"| {name} | {row['rows']} | {row['tokens_per_second']:,.0f} | {share} |"
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Markdown."""
-    bare = {row["rows"]: row["tokens_per_second"] for row in results.get("bare", [])}
+    bare = {row["rows"]: row["tokens_per_second"] for row in results.get("bare", []) if not row.get("likely")}
     lines = ["| engine | rows (each) | tokens/s | of bare vLLM |", "| --- | ---: | ---: | ---: |"]
     return "\n".join(lines + [line(what, row, bare.get(row["rows"])) for what, rows in results.items() for row in rows])
 

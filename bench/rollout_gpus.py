@@ -67,9 +67,13 @@ def play(turns: Sequence[Turn], end: float) -> None:
         turn.measure(end)
 
 
-def speeds(turn: Turn, replicas: int = 1) -> dict[int, float]:
-    """Tokens per second by rows."""
-    return {row["rows"]: row["tokens_per_second"] for row in turn.rows if row["replicas"] == replicas}
+def speeds(turn: Turn, replicas: int = 1, likely: bool = False) -> dict[int, float]:
+    """Tokens per second by rows; of bare vLLM without or with seeds and log-probs (`likely`)."""
+    return {
+        row["rows"]: row["tokens_per_second"]
+        for row in turn.rows
+        if row["replicas"] == replicas and row.get("likely", False) == likely
+    }
 
 
 def verdicts(turns: dict[str, Turn]) -> list[str]:
@@ -77,9 +81,12 @@ def verdicts(turns: dict[str, Turn]) -> list[str]:
     found = []
     for size in ("large", "small"):
         service, bare = speeds(turns[f"{size} service"]), speeds(turns[f"{size} bare"])
+        alike = speeds(turns[f"{size} bare"], likely=True)
         for rows in sorted(service.keys() | bare.keys()) or [0]:
             name = f"{size}, {rows} rows: service / bare vLLM"
             found.append(verdict(name, service.get(rows), bare.get(rows), OF_BARE))
+            name += " with seeds and log-probs"
+            found.append(verdict(name, service.get(rows), alike.get(rows), OF_BARE))
     hf, service = speeds(turns["large hf"]), speeds(turns["large service"])
     best = max(service.values(), default=None)
     found.append(verdict("large: service / Hugging Face generate", best, max(hf.values(), default=None), OF_HF))
@@ -99,7 +106,8 @@ def verdict(name: str, value: float | None, base: float | None, target: float) -
 def measured(turns: dict[str, Turn]) -> list[str]:
     """Every number."""
     return [
-        f"| {turn.size} {turn.engine} | {row['rows']} x {row['replicas']} | {row['tokens_per_second']:,.0f} |"
+        f"| {turn.size} {turn.engine}{', seeds and log-probs' if row.get('likely') else ''} "
+        f"| {row['rows']} x {row['replicas']} | {row['tokens_per_second']:,.0f} |"
         for turn in turns.values()
         for row in turn.rows
     ]

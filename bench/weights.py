@@ -28,7 +28,7 @@ from shared.weights import codec
 from shared.weights.agreement import digests_of, piece_message, read_agreement
 from shared.weights.group import open_store
 from shared.weights.part import WIDTHS
-from shared.weights.schedule import CPU_BUCKET
+from shared.weights.schedule import CPU_BUCKET, default_bucket
 
 COLUMNS = ("shape", "what", "GB", "seconds", "GB/s", "of broadcast", "note")
 
@@ -68,7 +68,8 @@ class Bench:
         bucket_mib: int = 0,
     ) -> weights_pb2.JoinResponse:
         """What the actor's rank 0 would answer; with its memory shared, receivers on this machine map it."""
-        shapes = shapes_of(shape)
+        shapes, mib = shapes_of(shape), bucket_mib or self.options.bucket_mib
+        bucket = mib << 20 if mib else default_bucket(sum(each["bytes"] for each in held))
         senders = [weights_pb2.WeightRank.FromString(base64.b64decode(each["rank"])) for each in held]
         for number, sender in enumerate(senders):
             if shared:
@@ -83,9 +84,7 @@ class Bench:
         return weights_pb2.JoinResponse(
             channel="gloo" if self.options.device == "cpu" else "nccl", group=f"g{time.monotonic_ns()}",
             store=endpoint, ranks=senders + wanted, senders=len(senders), manifest=manifest,
-            bucket_bytes=min(
-                (bucket_mib or self.options.bucket_mib) << 20, CPU_BUCKET if self.options.device == "cpu" else 1 << 62
-            ),
+            bucket_bytes=min(bucket, CPU_BUCKET if self.options.device == "cpu" else 1 << 62),
             seconds=30,
             names=[f"sender{n}" for n in range(len(senders))] + [f"receiver{n}" for n in range(len(wanted))],
         )  # fmt: skip
@@ -159,10 +158,10 @@ class Bench:
         self.pause(shape, f"wire ({self.wire})", answer, nbytes)
         self.overlap(shape, answer, statistics.median(found["seconds"]["transfer"]))
         if self.on_gpu:
-            answer = self.agreement(shape, [held], [self.whole(3, sees=())], False, bucket_mib=1024)
+            answer = self.agreement(shape, [held], [self.whole(3, sees=())], False, bucket_mib=256)
             [found] = self.play(answer, [0], [3], self.options.times + 1)
             seconds = statistics.median(found["seconds"]["transfer"])
-            self.row(shape, f"wire ({self.wire}), buckets of 1 GiB", nbytes, seconds, base)
+            self.row(shape, f"wire ({self.wire}), buckets of 256 MiB", nbytes, seconds, base)
         self.processes[3].ask("free")
         # Of a frozen model the last layer learns: the others' digests are the receiver's already.
         last = f"layers.{SHAPES[shape][2] - 1}."
@@ -257,7 +256,8 @@ class Bench:
         (out / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
         lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
         lines += ["| " + " | ".join(row.values()) + " |" for row in self.rows]
-        heading = f"torch {facts['torch']}, {', '.join(devices) or 'CPU'}, buckets of {self.options.bucket_mib} MiB\n\n"
+        buckets = f", buckets of {self.options.bucket_mib} MiB" if self.options.bucket_mib else ""
+        heading = f"torch {facts['torch']}, {', '.join(devices) or 'CPU'}{buckets}\n\n"
         (out / f"{name}.md").write_text(heading + "\n".join(lines) + "\n")
 
 
@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["tiny"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--bucket-mib", type=int, default=256)
+    parser.add_argument("--bucket-mib", type=int, help="default: by the size of the model")
     parser.add_argument("--times", type=int, default=5, help="transfers measured; the median counts")
     parser.add_argument("--budget", type=float, default=180.0, help="seconds after which no further shape begins")
     parser.add_argument("--out")

@@ -312,8 +312,8 @@ class WeightsConfig(Section):
     """auto: nccl or ipc where actor and rollouts are on GPUs, else grpc. Who can't, or comes late, uses grpc."""
     timeout: Annotated[float, Field(gt=0)] = 120.0
     """Seconds in which a transfer over nccl, gloo or ipc has ended, one way or the other."""
-    bucket_mib: Positive = 256
-    """Mebibytes that travel together; two of them are in memory on either side."""
+    bucket_mib: Positive | None = None
+    """Mebibytes that travel together; two of them are in memory on either side. null: by the size of the model."""
     only_changed: bool = False
     """A tensor travels only where its digest has changed since the version that the rollout serves (frozen layers)."""
 

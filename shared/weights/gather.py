@@ -20,7 +20,7 @@ from shared.weights.group import open_store
 from shared.weights.maker import MakerRanks
 from shared.weights.memory import device_name, share_memory, this_host
 from shared.weights.part import WIDTHS, WirePart, in_thread
-from shared.weights.schedule import CPU, CPU_BUCKET
+from shared.weights.schedule import CPU, CPU_BUCKET, default_bucket
 
 log = structlog.get_logger()
 
@@ -143,8 +143,9 @@ class Gatherings:
         """The answer, but for `first_rank`, and each member's first rank."""
         own = weights_pb2.WeightRank(host=this_host(), device=device_name(held.memory.device), pieces=held.pieces)
         senders = held.ranks or [own]
+        bucket = options.bucket_mib << 20 if options.bucket_mib else default_bucket(held.whole_bytes)
         answer = weights_pb2.JoinResponse(
-            ranks=senders, senders=len(senders), manifest=held.manifest, bucket_bytes=options.bucket_mib << 20,
+            ranks=senders, senders=len(senders), manifest=held.manifest, bucket_bytes=bucket,
             seconds=options.timeout, names=["actor", *(f"actor's rank {n}" for n in range(1, len(senders)))],
         )  # fmt: skip
         first: dict[str, int] = {}

@@ -11,6 +11,18 @@ ALIGNMENT = 16
 CPU = "cpu"
 CPU_BUCKET = 8 << 20
 """Bytes of a bucket at most between CPUs: larger tensors then travel from and to where they are, without packing."""
+MIN_BUCKET, MAX_BUCKET, BUCKETS = 256 << 20, 1 << 30, 16
+
+
+def default_bucket(nbytes: int) -> int:
+    """Bytes that travel together where nobody says: enough buckets to pack one beside another, and no more.
+
+    Of 26 GB between two H200s, 1 GiB at a time is 92 % of a broadcast's speed, 256 MiB 89 %; of 3 GB, 84 % and 87 %.
+
+    Args:
+        nbytes: of the whole model.
+    """
+    return min(max(nbytes // BUCKETS, MIN_BUCKET), MAX_BUCKET)
 
 
 @dataclass(frozen=True, order=True)

@@ -74,8 +74,7 @@ class VllmBackend:
             [runner, *_] = await self._answer(self._engine.collective_rpc("sextet_setup"), LOAD_TIMEOUT)
             self._resumes_by_position = runner == "v2"
             # The first batch is slow: it is made before anybody waits for it.
-            if problem := await self.health():
-                raise EngineError(problem)
+            await self._slowly(self._token(self._engine))
             await self._sleep.rest()
         except EngineError:
             await self.release()

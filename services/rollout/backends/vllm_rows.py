@@ -91,6 +91,8 @@ class VllmRow:
             stop_token_ids=list(asked.stop_token_ids),
             seed=mixed if resumes_by_position else (mixed >> _START_BITS << _START_BITS) + before,
             logprobs=asked.likely,
+            # Plain lists instead of an object for every token, which Python's garbage collector would visit.
+            flat_logprobs=True,
             detokenize=False,
             # The model's own end tokens are among stop_token_ids.
             ignore_eos=True,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shared.weights.layout import local_part, shard_box
 from shared.weights.plan import Box, Layout, Piece, make_plan, replicated, sharded
-from shared.weights.schedule import ALIGNMENT, make_schedule
+from shared.weights.schedule import ALIGNMENT, default_bucket, make_schedule
 from tests.unit.shared.weights.test_plan import buffers, layouts, window
 
 WIDTHS = {"q": 4, "k": 2, "v": 4, "gate": 2, "up": 2, "norm": 4, "embed": 1}
@@ -139,3 +139,11 @@ def test_fsdp_over_tensor_parallelism_was_cut_last():
     placements = (_StridedShard(0, split_factor=2), Shard(0))
     starts = [shard_box((8, 3), (2, 2), at, placements).start[0] for at in ((0, 0), (1, 0), (0, 1), (1, 1))]
     assert starts == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("model", "bucket"),
+    [(0, 256 << 20), (3 * 10**9, 256 << 20), (13_480_000_000, 842_500_000), (26 * 10**9, 1 << 30)],
+)
+def test_a_bucket_is_a_sixteenth_of_the_model_within_bounds(model: int, bucket: int) -> None:
+    assert default_bucket(model) == bucket
