@@ -45,44 +45,48 @@ class Recorder:
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path = path
+        self._profiler: profile | None = None
         self.seen = common_pb2.RankProfile(rank=rank, fault="nothing was computed")
 
     def record(self, work: Callable[[], T]) -> T:
         """Does the work, in this thread. Raises what the work raises."""
         self.seen.fault = ""
-        profiler = None
         with self._told():
-            profiler = _begin()
+            self._profiler = _begin()
         began = time.perf_counter()
         try:
             result = work()
             self._finish(began)
         finally:
             with self._told():
-                if profiler:
-                    profiler.stop()
-        with self._told():
-            if profiler:
-                self._keep(profiler)
+                if self._profiler:
+                    self._profiler.stop()
         return result
+
+    def keep(self) -> None:
+        """Writes the trace, and its numbers into `seen`. Takes longer than the work."""
+        with self._told():
+            if self._profiler and not self.seen.fault:
+                self._summarize(self._profiler)
+                _write(self._profiler, self._path)
+                self.seen.path = str(self._path)
+        self._profiler = None
 
     def _finish(self, began: float) -> None:
         with self._told():
-            if torch.cuda.is_initialized():
+            if (gpu := _gpu()) is not None:
                 # What was only launched is part of the work.
-                torch.cuda.synchronize()
-                self.seen.memory_peak_gib = torch.cuda.max_memory_allocated() / 2**30
+                torch.cuda.synchronize(gpu)
+                self.seen.memory_peak_gib = torch.cuda.max_memory_allocated(gpu) / 2**30
             else:
                 self.seen.memory_peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
             self.seen.seconds = time.perf_counter() - began
 
-    def _keep(self, profiler: profile) -> None:
+    def _summarize(self, profiler: profile) -> None:
         shares = summarize(_spans(profiler), self.seen.seconds)
         self.seen.communication_share, self.seen.compute_share = shares.communication, shares.compute
         for name, seconds, calls in shares.top:
             self.seen.top.add(name=name[:NAME_CHARACTERS], seconds=seconds, calls=calls)
-        _write(profiler, self._path)
-        self.seen.path = str(self._path)
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -125,6 +129,7 @@ def profiled(
             response: Any = await handler(self, request)
         finally:
             RECORDER.reset(token)
+        await asyncio.to_thread(recorder.keep)
         told = await asyncio.to_thread(self.group.gather, recorder.seen.SerializeToString())
         response.profile.extend(map(common_pb2.RankProfile.FromString, told))
         return response
@@ -144,11 +149,18 @@ def recorded(function: Callable[P, T]) -> Callable[P, T]:
     return record
 
 
+def _gpu() -> int | None:
+    """The GPU that this process computes on."""
+    if not torch.cuda.is_initialized():
+        return None
+    return max(range(torch.cuda.device_count()), key=torch.cuda.memory_allocated)
+
+
 def _begin() -> profile:
     activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_initialized():
+    if (gpu := _gpu()) is not None:
         activities.append(ProfilerActivity.CUDA)
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats(gpu)
     profiler = profile(activities=activities)
     profiler.start()
     return profiler

@@ -194,7 +194,7 @@ async def compute(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
 async def by_rank(group: Group, work: Awaitable[T]) -> tuple[T, dict[str, float]]:
     """What the work results in, and the seconds that it took the slowest and the fastest of several ranks.
 
-    Without those in which a rank waited for what the others tell it; waits in collectives of the model are in it.
+    Without those in which a rank waited for what the others tell it; waits in collectives of tensors are in it.
     """
     began, waited = time.perf_counter(), group.waited
     result = await work
