@@ -45,7 +45,7 @@ def journal(directory: Path, id: str) -> list[dict[str, Any]]:
     return read_lines(directory / "runs" / id / "journal.jsonl")
 
 
-async def until(what: str, true: Any, seconds: float = 30) -> float:
+async def until(what: str, true: Any, seconds: float = 60) -> float:
     """Seconds until `true()`."""
     began = time.monotonic()
     while not true():
@@ -59,12 +59,10 @@ async def test_a_frozen_leader_is_replaced_and_fenced_when_it_wakes(
 ) -> None:
     reached, go_on = holding(fakes, 3)
     await controller.create("r", total_steps=6)
-    await asyncio.wait_for(reached.wait(), 30)
+    await asyncio.wait_for(reached.wait(), 60)
     controller.process.send_signal(signal.SIGSTOP)
     epoch = journal(controller.directory, "r")[-1]["epoch"]
-    took = await until(
-        "the other takes over", lambda: journal(controller.directory, "r")[-1]["epoch"] > epoch, LEASE_SECONDS + 10
-    )
+    took = await until("the other takes over", lambda: journal(controller.directory, "r")[-1]["epoch"] > epoch)
     assert took < LEASE_SECONDS + 2
     controller.process.send_signal(signal.SIGCONT)
     await asyncio.sleep(1)

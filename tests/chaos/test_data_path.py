@@ -50,7 +50,7 @@ def holder() -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
     yield process
     process.kill()
-    process.wait(timeout=10)
+    process.wait(timeout=30)
 
 
 @pytest.mark.chaos

@@ -54,7 +54,7 @@ async def stage(role: RunningRole) -> None:
     request = role_pb2.StageCheckpointRequest()
     request.operation.epoch = 1
     request.operation.id.CopyFrom(common_pb2.OperationId(run="r", name="actor.stage", part="0"))
-    await call(role.role.StageCheckpoint, request, timeout=10)
+    await call(role.role.StageCheckpoint, request, timeout=60)
 
 
 async def lose_the_reply(role: RunningRole, number: int) -> None:
@@ -72,7 +72,7 @@ async def test_replies_are_lost_after_the_work_was_applied(monkeypatch: pytest.M
             await asyncio.gather(*(lose_the_reply(role, number) for number in numbers))
             monkeypatch.delenv("SEXTET_FAILPOINTS")
             answers = await asyncio.gather(
-                *(call(role.role.SaveCheckpoint, change(number), timeout=10) for number in numbers)
+                *(call(role.role.SaveCheckpoint, change(number), timeout=60) for number in numbers)
             )
             assert sorted(answer.bytes for answer in answers) == list(range(first + 1, first + 51))
         backend: Any = role.parts.backend
@@ -128,7 +128,7 @@ async def test_overload_is_refused_with_bounded_memory() -> None:
         backend.seconds_each = 0.01
         process, refused = psutil.Process(), 0
         await stage(role)
-        await call(role.role.SaveCheckpoint, change(0), timeout=10)
+        await call(role.role.SaveCheckpoint, change(0), timeout=60)
         before = process.memory_info().rss
 
         async def ask(number: int) -> None:

@@ -68,7 +68,7 @@ PROVOKED = {
 """Places of a recovery: that replica is killed, too, so that there is one."""
 STEPS = 2 * max(map(len, POINTS.values())) + 2
 # A kill whose place is not reached again before the controller took hold of the run anew.
-STRIKE_SECONDS, RECOVER_SECONDS = 30, 60
+STRIKE_SECONDS, RECOVER_SECONDS = 90, 120
 KILLS, SEED = int(os.environ.get("SEXTET_CHAOS_KILLS", "6")), os.environ.get("SEXTET_CHAOS_SEED")
 seconds: dict[str, float] = {}
 

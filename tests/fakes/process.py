@@ -41,7 +41,7 @@ def role_process(*flags: str, **environ: str) -> Iterator[RoleProcess]:
         yield RoleProcess(process, wait_until_serving(process))
     finally:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=30)
 
 
 def wait_until_serving(process: "subprocess.Popen[str]") -> str:

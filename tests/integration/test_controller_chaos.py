@@ -30,7 +30,7 @@ async def test_killed_at_a_point_of_the_step(fakes: FakeSextet, controller: Proc
     await controller.kill()
     await controller.start(failpoints=f"controller.{point}=kill")
     await controller.create("r", total_steps=3)
-    assert await asyncio.wait_for(controller.process.wait(), 30) == -9
+    assert await asyncio.wait_for(controller.process.wait(), 60) == -9
     await controller.start()
     run = await controller.end("r")
     assert (run.state, run.reason, run.step) == ("done", "", 3)

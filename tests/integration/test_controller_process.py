@@ -61,14 +61,14 @@ class Process:
 
     async def create(self, id: str, **changes: Any) -> None:
         request = pb.CreateRunRequest(config_json=json.dumps(config(**changes)), id=id)
-        await call((await self.stub()).CreateRun, request, timeout=10)
+        await call((await self.stub()).CreateRun, request, timeout=30)
 
     async def end(self, id: str) -> pb.Run:
         """Waits for the run's end."""
         stub = await self.stub()
         async for _ in stream(stub.WatchRun, pb.WatchRunRequest(id=id), timeout=SECONDS):
             pass
-        return (await call(stub.GetRun, pb.GetRunRequest(id=id), timeout=10)).run
+        return (await call(stub.GetRun, pb.GetRunRequest(id=id), timeout=30)).run
 
     async def kill(self) -> None:
         self.process.kill()

@@ -40,7 +40,7 @@ def test_a_run_survives_the_death_of_a_rank(home: Home) -> None:
         if event.get("kind") == "step" and event["step"] == 2 and not killed:
             killed = True
             rank_of(home, "actor").kill()
-    assert run.wait(60) == 0, run.stderr.read() if run.stderr else ""
+    assert run.wait(180) == 0, run.stderr.read() if run.stderr else ""
     assert "recovery" in kinds
     before = AutoModelForCausalLM.from_pretrained(home.path / "model").state_dict()
     after = AutoModelForCausalLM.from_pretrained(Path(paths["model"])).state_dict()
