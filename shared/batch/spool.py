@@ -47,8 +47,7 @@ class Spool:
 
     def open(self, run: str, content: str) -> None:
         """From now on for this run; `content` is all that its blocks depend on, so that another's are not taken."""
-        name = xxhash.xxh3_128_hexdigest(f"{run}\0{content}".encode())
-        self._home, self._run, self._rows = self._root / name, run, {}
+        self._home, self._run, self._rows = self._root / _named(run) / _named(content), run, {}
         self._held = sum(size for _, size, _ in self._files())
 
     def add(self, step: int, label: str, block: Block) -> bool:
@@ -98,12 +97,13 @@ class Spool:
         return sorted(step for step in map(int, filter(str.isdecimal, names)) if first <= step < end)
 
     def release(self, run: str, up_to_step: int | None) -> None:
-        """Removes a run's blocks of steps up to this one; None: all."""
-        if self._home is None or run != self._run or not self._home.is_dir():
-            return
+        """Removes the blocks of the open run's steps up to this one; None: all of any run."""
         if up_to_step is None:
-            shutil.rmtree(self._home, ignore_errors=True)
-            self._home, self._run, self._rows = None, "", {}
+            shutil.rmtree(self._root / _named(run), ignore_errors=True)
+            if run == self._run:
+                self._home, self._run, self._rows = None, "", {}
+            return
+        if self._home is None or run != self._run or not self._home.is_dir():
             return
         for directory in list(self._home.iterdir()):
             if directory.name.isdecimal() and int(directory.name) <= up_to_step:
@@ -136,6 +136,11 @@ class Spool:
                 continue
             files.append((stat.st_mtime_ns, stat.st_size, path))
         return files
+
+
+def _named(text: str) -> str:
+    """A directory's name: short, and the text can be anything."""
+    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def _write(path: Path, data: bytes) -> None:

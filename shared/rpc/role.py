@@ -186,6 +186,7 @@ class RoleServicer(role_pb2_grpc.RoleServiceServicer):
         self._operations.forget(_named(request.run))
         let_go = partial(self._ranks.together, request, lambda: self._let_go(request.run))
         await self._operations.exclusively(ENGINE, let_go)
+        await asyncio.to_thread(self.on_release, request.run, None)
         return role_pb2.ReleaseRunResponse()
 
     @property
@@ -202,6 +203,7 @@ class RoleServicer(role_pb2_grpc.RoleServiceServicer):
         config = parse_config(request.config_json)
         run = request.operation.id.run
         if self._run and self._run != run:
+            # It may be paused: what it has on disk stays.
             await self._let_go(self._run)
         # Set first: when it fails half-way, a release must still clean up.
         self._run, self._ready, self.standing = run, False, ""
@@ -263,7 +265,6 @@ class RoleServicer(role_pb2_grpc.RoleServiceServicer):
     async def _let_go(self, run: str) -> None:
         self._operations.forget(run)
         self._store.release(run, None)
-        await asyncio.to_thread(self.on_release, run, None)
         if self._run == run:
             await self._backend.release(run)
             self._run, self._ready, self._facts, self.standing = "", False, {}, ""

@@ -8,8 +8,8 @@ import json
 import secrets
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,27 +76,42 @@ def slow_run(directory: Path, **changes: Any) -> dict[str, Any]:
     return tree
 
 
-async def played_with_restarts(tree: dict[str, Any], name: str, directory: Path, restarts: Sequence[str]) -> list[str]:
-    """Plays the run, roles restarted amid it, to its end; what its recoveries told."""
+@asynccontextmanager
+async def playing(name: str, directory: Path) -> AsyncIterator[tuple[Controller, Callable[[str], Awaitable[Any]]]]:
+    """A controller with all roles, and what starts one of them again."""
     drawn.clear()
     url = f"memory://drawn-once-{name}"
     async with AsyncExitStack() as stack:
-        roles = {
-            role: await started(stack, role, url, directory)
-            for role in ("actor", "critic", "rollout", "reward", "reference")
-        }
-        async with Controller(open_store(url), directory / "runs") as controller:
-            await controller.runs.create(json.dumps(tree), "r")
-            async for event in controller.runs.watch("r", ""):
-                if event.kind == "step" and event.step == RESTART_AT:
-                    break
-            for role in restarts:
+        roles: dict[str, Any] = {}
+
+        async def start(role: str) -> None:
+            if role in roles:
                 roles[role].stop.set()
                 await roles[role].served
-                await started(stack, role, url, directory)
-            record = await controller.over("r", 90)
-            assert (record.state, record.reason, record.step) == ("done", "", STEPS)
-            return [message for kind, _, message in await controller.events("r") if kind == "recovery"]
+            roles[role] = await started(stack, role, url, directory)
+
+        for role in ("actor", "critic", "rollout", "reward", "reference"):
+            await start(role)
+        yield await stack.enter_async_context(Controller(open_store(url), directory / "runs")), start
+
+
+async def played_with_restarts(tree: dict[str, Any], name: str, directory: Path, restarts: Sequence[str]) -> list[str]:
+    """Plays the run, roles restarted amid it, to its end; what its recoveries told."""
+    async with playing(name, directory) as (controller, start_again):
+        await controller.runs.create(json.dumps(tree), "r")
+        await stepped(controller)
+        for role in restarts:
+            await start_again(role)
+        record = await controller.over("r", 90)
+        assert (record.state, record.reason, record.step) == ("done", "", STEPS)
+        return [message for kind, _, message in await controller.events("r") if kind == "recovery"]
+
+
+async def stepped(controller: Controller) -> None:
+    """Returns when the run has done the step after which it is disturbed."""
+    async for event in controller.runs.watch("r", ""):
+        if event.kind == "step" and event.step == RESTART_AT:
+            break
 
 
 @pytest.mark.parametrize("restarts", [["actor"], ["rollout"], ["rollout", "actor"]])
@@ -114,5 +129,26 @@ async def test_back_at_a_checkpoint_prompts_in_flight_have_their_samples(tmp_pat
     more = {"flow": "async_ppo", "algorithm__staleness": 1, "checkpoint__save_interval": 2}
     told = await played_with_restarts(slow_run(tmp_path / "inputs", **more), "ahead", tmp_path, ["actor"])
     assert any("goes on from step 2" in message for message in told), told
+    assert len(drawn) == STEPS * 4
+    assert set(drawn.values()) == {1}
+
+
+async def test_over_a_pause_in_which_others_play_samples_in_flight_are_kept(tmp_path: Path) -> None:
+    more = {"flow": "async_ppo", "algorithm__staleness": 1}
+    ahead = slow_run(tmp_path / "inputs", **more)
+    async with playing("pause", tmp_path) as (controller, _):
+        await controller.runs.create(json.dumps(ahead), "r")
+        await stepped(controller)
+        await controller.runs.pause("r")
+        record = await controller.runs.get("r")
+        await controller.until(lambda: record.state == "paused")
+        once, other = dict(drawn), run_config(tmp_path / "other", total_steps=1)
+        await controller.runs.create(json.dumps(other), "between")
+        assert (await controller.over("between", 60)).state == "done"
+        drawn.clear()
+        drawn.update(once)
+        await controller.runs.resume("r")
+        record = await controller.over("r", 90)
+        assert (record.state, record.reason, record.step) == ("done", "", STEPS)
     assert len(drawn) == STEPS * 4
     assert set(drawn.values()) == {1}

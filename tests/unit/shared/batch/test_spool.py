@@ -71,6 +71,18 @@ def test_release_removes_steps_and_runs(tmp_path: Path) -> None:
     assert not spool.add(1, "0", block())
 
 
+def test_another_runs_blocks_stay_until_that_run_is_released(tmp_path: Path) -> None:
+    spool = opened(tmp_path)
+    spool.add(1, "0", block())
+    spool.open("another", "")
+    spool.add(1, "0", block())
+    spool.release("another", None)
+    assert len(files(tmp_path)) == 1
+    assert len(list(opened(tmp_path).find(1, "0", ROWS))) == 1
+    spool.release("r", None)
+    assert files(tmp_path) == []
+
+
 def test_the_oldest_go_first_and_never_those_of_the_same_step(tmp_path: Path) -> None:
     size = len(files_of_one(tmp_path / "one"))
     spool = opened(tmp_path / "spool", max_bytes=3 * size)
