@@ -41,6 +41,9 @@ class FakeController(controller_pb2_grpc.ControllerServiceServicer):
     async def GetRun(self, request: pb.GetRunRequest, context: Any) -> pb.GetRunResponse:
         raise NotFound(f"there is no run {request.id!r}")
 
+    async def ProfileRun(self, request: pb.ProfileRunRequest, context: Any) -> pb.ProfileRunResponse:
+        return pb.ProfileRunResponse(calls=[pb.CallProfile(step=request.steps, call=f"{request.role}.update")])
+
     async def WatchRun(self, request: pb.WatchRunRequest, context: Any) -> AsyncIterator[pb.WatchRunResponse]:
         self.after.append(request.after)
         if request.id == "endless":
@@ -125,6 +128,12 @@ def test_errors_keep_their_class(controller: tuple[FakeController, str]) -> None
         client.get_run("x")
     with Client("127.0.0.1:1", TOKEN) as client, pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
         client.get_run("x")
+
+
+def test_profile_asks_for_one_step_of_the_actor_unless_told_otherwise(controller: tuple[FakeController, str]) -> None:
+    with Client(controller[1], TOKEN) as client:
+        answers = client.profile("r"), client.profile("r", "critic", steps=3)
+    assert [(call.call, call.step) for (call,) in answers] == [("actor.update", 1), ("critic.update", 3)]
 
 
 async def test_async_client(controller: tuple[FakeController, str]) -> None:

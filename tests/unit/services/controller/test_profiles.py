@@ -8,6 +8,8 @@ import pytest
 
 from services.controller import telemetry
 from services.controller.conductor import Conductor
+from services.controller.profiles import Profiles
+from services.controller.verbs import LOGPROBS, REFERENCE_LOGPROBS
 from shared.rpc.errors import FailedPrecondition, NotFound
 from shared.state import StateStore
 from tests.fakes.sextet import FakeSextet
@@ -170,3 +172,20 @@ async def test_the_next_controller_attaches_to_a_recorded_update(
         assert exported(record.directory) == undisturbed[0]
         # Without going back: the update it asks for, unrecorded, is the same work.
         assert fakes["actor-0"].done["configure"] == 1
+
+
+async def test_calls_of_one_name_have_traces_of_their_own(tmp_path: Path) -> None:
+    async def tell(message: str, step: int, numbers: Any) -> None:
+        raise AssertionError(message)
+
+    profiles = Profiles(tmp_path, tell)
+    asked = profiles.ask("reference", 1)
+    profiles.begin()
+    requests = [REFERENCE_LOGPROBS.request(operation={"id": {"step": 3}}) for _ in range(2)]
+    other = LOGPROBS.request()
+    for verb, request in ((REFERENCE_LOGPROBS, requests[0]), (LOGPROBS, other), (REFERENCE_LOGPROBS, requests[1])):
+        profiles.mark(verb, request)
+    names = [Path(request.profile.prefix).name for request in requests]
+    assert names == ["step-3-reference.logprobs", "step-3-reference.logprobs-2"]
+    assert not other.HasField("profile")
+    asked.cancel()
