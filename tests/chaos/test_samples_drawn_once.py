@@ -24,7 +24,7 @@ from tests.chaos.processes import REWARD, run_config
 from tests.fakes.role import fake_role
 from tests.unit.services.controller.conftest import Controller
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow]
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS, RESTART_AT = 5, 3
 drawn: Counter[tuple[str, int]] = Counter()
 
@@ -102,7 +102,7 @@ async def played_with_restarts(tree: dict[str, Any], name: str, directory: Path,
         await stepped(controller)
         for role in restarts:
             await start_again(role)
-        record = await controller.over("r", 90)
+        record = await controller.over("r", 240)
         assert (record.state, record.reason, record.step) == ("done", "", STEPS)
         return [message for kind, _, message in await controller.events("r") if kind == "recovery"]
 
@@ -148,7 +148,7 @@ async def test_over_a_pause_in_which_others_play_samples_in_flight_are_kept(tmp_
         drawn.clear()
         drawn.update(once)
         await controller.runs.resume("r")
-        record = await controller.over("r", 90)
+        record = await controller.over("r", 240)
         assert (record.state, record.reason, record.step) == ("done", "", STEPS)
     assert len(drawn) == STEPS * 4
     assert set(drawn.values()) == {1}
