@@ -25,7 +25,7 @@ from sextet.completion import complete_override, complete_role, complete_run
 from sextet.endpoint import STATE_DIR, read_state
 from sextet.local import ROLES, LocalError, LocalServices
 from sextet.progress import OVER, Progress
-from sextet.report import picture, places, profile_table, summary
+from sextet.report import picture, places, profile_report, summary
 from sextet.screen import console, screen, tell
 from sextet.services import keep_up, services_for_run, start_detached, stop_detached
 from shared.config import ConfigError, RunConfig
@@ -196,7 +196,7 @@ def profile(
     """Records a role's work in the next step with PyTorch's profiler: a trace of each rank, and where its time went."""
     with Client() as client:
         calls = client.profile(id, role, steps)
-    out([as_dict(each) for each in calls], profile_table(calls), as_json)
+    out([as_dict(each) for each in calls], profile_report(calls), as_json)
     paths = [rank.path for each in calls for rank in each.ranks if rank.path]
     tell(f"traces in {Path(paths[0]).parent}; ui.perfetto.dev or chrome://tracing shows them")
 

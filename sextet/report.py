@@ -5,14 +5,15 @@ from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from sextet.progress import Progress
 from shared.gen.sextet.v1 import controller_pb2 as pb
 
 ENDS = 5
 """Steps whose mean stands for the beginning and for the end."""
-SHOWN = 2
-"""Operators or kernels of a rank."""
+SHOWN = 5
+"""Operators or kernels of a call."""
 
 
 def summary(progress: Progress) -> RenderableType:
@@ -48,23 +49,30 @@ def call_table(progress: Progress) -> Table:
     return table
 
 
-def profile_table(calls: Sequence[pb.CallProfile]) -> Table:
-    """What the profiler of every rank has seen of the recorded calls."""
-    table = Table(title="shares of the seconds; ranks that wait for a slow one communicate more", title_justify="left")
-    for head in ("step", "call", "replica", "rank"):
-        table.add_column(head, no_wrap=True)
-    for head in ("seconds", "communication", "compute", "memory, GiB"):
-        table.add_column(head, justify="right")
-    table.add_column("most time in")
-    table.add_column("trace")
+def profile_report(calls: Sequence[pb.CallProfile]) -> RenderableType:
+    """What the profilers have seen: every rank's shares, and what the one that others wait for spent its time in."""
+    ranks = Table(title="parts of the seconds; who waits for a slow rank communicates more", title_justify="left")
+    for head in ("step", "call", "rank"):
+        ranks.add_column(head, no_wrap=True)
+    for head in ("seconds", "commun.", "compute", "peak GiB"):
+        ranks.add_column(head, justify="right", no_wrap=True)
+    tops = Table(title="where the rank that communicates least spent its time", title_justify="left")
+    for head in ("call", "operator or kernel"):
+        tops.add_column(head)
+    for head in ("seconds", "calls"):
+        tops.add_column(head, justify="right", no_wrap=True)
+    faults = []
     for call in calls:
         for rank in call.ranks:
-            shares = f"{rank.communication_share:.1%}", f"{rank.compute_share:.1%}"
-            top = ", ".join(f"{each.name} {each.seconds:.3f} s" for each in rank.top[:SHOWN])
-            place = str(call.step), call.call, call.replica, str(rank.rank)
-            numbers = f"{rank.seconds:.3f}", *shares, f"{rank.memory_peak_gib:.2f}"
-            table.add_row(*place, *numbers, top, Path(rank.path).name or rank.fault)
-    return table
+            name, shares = f"{call.replica}/{rank.rank}", (rank.communication_share, rank.compute_share)
+            numbers = f"{rank.seconds:.3f}", *(f"{share:.1%}" for share in shares), f"{rank.memory_peak_gib:.2f}"
+            ranks.add_row(str(call.step), call.call, name, *numbers)
+            faults += [f"no trace of step {call.step}, {call.call}, {name}: {rank.fault}"] if rank.fault else []
+        seen = sorted((rank for rank in call.ranks if not rank.fault), key=lambda rank: rank.communication_share)
+        for top in seen[0].top[:SHOWN] if seen else ():
+            tops.add_row(call.call, top.name, f"{top.seconds:.3f}", str(top.calls))
+    # A fault's words are no markup.
+    return Group(ranks, tops, *map(Text, faults))
 
 
 def picture(progress: Progress, path: Path) -> Path | None:
