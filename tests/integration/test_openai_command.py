@@ -47,7 +47,7 @@ def test_it_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
         assert "no rollout serves a policy now" in answer.json()["error"]["message"]
         assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 401
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

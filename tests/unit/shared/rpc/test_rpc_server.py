@@ -32,7 +32,7 @@ async def health_of(role: RunningRole, service: str = "") -> int:
     return (await call(stub.Check, health_pb2.HealthCheckRequest(service=service), timeout=5)).status
 
 
-async def eventually(condition: Any, seconds: float = 5.0) -> None:
+async def eventually(condition: Any, seconds: float = 30.0) -> None:
     async with asyncio.timeout(seconds):
         while not await condition():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
