@@ -361,6 +361,7 @@ def main() -> int:
     parser.add_argument("--micro", type=int, help="rows per micro-batch; default by shape")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--cp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--shard", type=int, help="ranks of one copy; default: all")
     parser.add_argument("--accumulate", default="sharded", choices=("sharded", "whole"))
     parser.add_argument("--dtype", default="bfloat16")
@@ -390,7 +391,7 @@ def main() -> int:
     job = vars(options) | {
         "lines": lines,
         "columns": columns,
-        "parallel": {"tp": options.tp, "cp": options.cp, "shard": options.shard, "accumulate": options.accumulate},
+        "parallel": {name: getattr(options, name) for name in ("tp", "cp", "pp", "shard", "accumulate")},
         "port": port,
     }  # fmt: skip
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}", flush=True)

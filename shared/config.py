@@ -108,16 +108,18 @@ class OptimizerConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the ranks of one replica divide the work: dp x cp x tp = its `--world-size`. See docs/training.md."""
+    """How the ranks of one replica divide the work: pp x dp x cp x tp = its `--world-size`. See docs/training.md."""
 
     dp: Positive | None = None
-    """Ranks that share the rows; None: all that cp and tp leave."""
+    """Ranks that share the rows; None: all that pp, cp and tp leave."""
     shard: Positive | None = None
     """Of these, how many hold one copy of the model in shards (FSDP); None: all. dp / shard copies: hybrid sharding."""
     tp: Positive = 1
     """Ranks that share every layer (tensor parallel, by the model's own tp_plan)."""
     cp: Positive = 1
     """Ranks that share the tokens of each pass (context parallel: long responses). Needs packing."""
+    pp: Positive = 1
+    """Stages of consecutive layers, each on ranks of its own, through which micro-batches go (pipeline parallel)."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Gradients are summed over ranks in this dtype."""
     offload: bool = False
@@ -376,7 +378,21 @@ class RunConfig(Section):
             raise ValueError("reward.backend=agents: agents give rewards where rollout.agents is true; set it")
         if self.rollout.agents:
             self._rules_of_agents()
+        self._rules_of_stages()
         return self
+
+    def _rules_of_stages(self) -> None:
+        actor, critic = self.actor, self.critic
+        for key, parallel, training in (
+            ("actor.parallel", actor.parallel, actor),
+            ("critic.parallel", critic.parallel, critic),
+            ("reference_parallel", self.reference_parallel, actor),
+        ):
+            if parallel.pp > 1 and training.micro_batch_tokens == "auto":
+                raise ValueError(
+                    f"{key}.pp={parallel.pp} has several passes under way, and micro_batch_tokens=auto measures one: "
+                    "set micro_batch_tokens to a number"
+                )
 
     def _rules_of_agents(self) -> None:
         if self.rollout.context is None:

@@ -6,7 +6,7 @@ whole. There is no pickle anywhere. Here they are read; saving.py writes them.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,9 @@ def load(
     with fetched(directory, group) as here:
         on_all(group, lambda: verify(here.path, role=role, part=here.part, parts=here.parts))
         live = tensors_of(model)
-        state, tensors, moments, random_state = on_all(group, lambda: _read(here.path, live, optimizer, group.rank))
+        names = set(live).union(*group.exchange(list(live))) if parallel.pp > 1 else set(live)
+        read = on_all(group, lambda: _read(here.path, live, names, optimizer, group.rank))
+    state, tensors, moments, random_state = read
     optimizer.load_state(moments, state["optimizer_steps"])
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -107,26 +109,35 @@ def _file_names(ranks: int) -> set[str]:
 
 
 def _read(
-    directory: Path, live: Mapping[str, Tensor], optimizer: Optimizer, rank: int
+    directory: Path, live: Mapping[str, Tensor], names: Collection[str], optimizer: Optimizer, rank: int
 ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """State, this rank's part of model and moments, and random state; verified files, but maybe of another model."""
     with as_checkpoint_error(f"checkpoint {str(directory)!r} can't be read"):
         state = json.loads((directory / STATE).read_text())
         held = model_pieces(directory)
-        if wrong := sorted(held.found.keys() ^ live.keys()):
+        if wrong := sorted(held.found.keys() ^ names):
             raise CheckpointError(f"{str(directory / MODEL)!r} is of another model: it differs in {wrong[0]!r}")
         tensors = {name: held.read(name, region_of(tensor), tensor.dtype) for name, tensor in live.items()}
-        pieces, moments = optimizer_pieces(directory), optimizer_counts(directory)
-        optimizer.check_names([*moments, *pieces.found], state["optimizer_steps"])
-        for key in pieces.found:
-            parameter = live[key.partition("/")[2]]
-            moments[key] = pieces.read(key, region_of(parameter), parameter.dtype)
+        pieces, counts = optimizer_pieces(directory), optimizer_counts(directory)
+        # What belongs to other stages is theirs to read; what belongs to none is wrong.
+        keys = [key for key in [*counts, *pieces.found] if _parameter(key) in live or _parameter(key) not in names]
+        optimizer.check_names(keys, state["optimizer_steps"])
+        moments = {key: counts[key] for key in keys if key in counts}
+        for key in keys:
+            if key in pieces.found:
+                parameter = live[_parameter(key)]
+                moments[key] = pieces.read(key, region_of(parameter), parameter.dtype)
         file = directory / RNG
         if not file.exists():
             # Of fewer ranks: nothing here draws from torch's generator, and whoever does gets a defined state.
             mine = directory / rank_directory(rank) / RNG
             file = mine if mine.exists() else directory / rank_directory(0) / RNG
         return state, tensors, moments, load_file(file)
+
+
+def _parameter(key: str) -> str:
+    """Whose moment is called so."""
+    return key.partition("/")[2]
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -23,7 +23,9 @@ from .microbatch import Share, mini_batches, my_micro_batches, row_totals, rows_
 from .models import Policy, ValueModel
 from .optimizer import Optimizer
 from .parallel import ONE, Parallel
+from .pipeline import play
 from .regions import local
+from .scorer import Scorer
 from .sequences import row_lengths, trainable
 from .sharding import device_of, synchronise_on
 
@@ -45,7 +47,7 @@ class Engine(Generic[Model]):
         """`norm_length` is the constant length of the seq-mean-token-sum-norm aggregation: the run's max_tokens."""
         self.model, self.config, self.seed, self.norm_length = model, config, seed, norm_length
         self.parallel = parallel
-        self.optimizer = Optimizer(model, config.optimizer)
+        self.optimizer = Optimizer(model, config.optimizer, parallel)
 
     @property
     def device(self) -> torch.device:
@@ -94,6 +96,7 @@ class Engine(Generic[Model]):
         if isinstance(model, Policy | ValueModel) and (peak := peak_flops(self.device, model.dtype)):
             responses = int(whole[RESPONSE_MASK].lengths.sum())
             operations = 3 * self.config.epochs * Work(model).forward([*row_totals(whole).values()], responses)
+            operations = sum(self.parallel.group.exchange(operations)[:: self.parallel.each])
             used["mfu"] = operations / seconds / peak / self.parallel.group.size
         return used
 
@@ -113,24 +116,32 @@ class Engine(Generic[Model]):
     def _step(self, mini: Block, source: Block, loss: Loss) -> dict[str, float]:
         """One optimizer step on the rows of `mini`, whose columns are in `source`."""
         totals = count(mini, self.norm_length)
-        value, parts = 0.0, []
+        amounts, parts = [], []
+        shares = my_shares(mini, self.config, self.parallel)
+        micros = [rows if source is mini else source.select(rows.rows) for rows, _ in shares]
+
+        def forward(place: int) -> Tensor:
+            share, metrics = loss(micros[place], totals)
+            amount = float(share.detach())
+            # In a group every rank has to come to the exchange, where all of them see that the sum is not finite.
+            if not math.isfinite(amount) and self.parallel.group.size == 1:
+                raise NonFiniteError(f"the loss is {amount} at optimizer step {self.optimizer.steps + 1}")
+            if shares[place].counts:
+                amounts.append(amount)
+                parts.append({name: metric.detach() for name, metric in metrics.items()})
+            return share if shares[place].counts else share * 0
+
         try:
-            shares = my_shares(mini, self.config, self.parallel)
-            for place, (rows, counts) in enumerate(shares):
-                micro = rows if source is mini else source.select(rows.rows)
-                synchronise_on(self.model, place == len(shares) - 1, self.parallel)
-                with enough_memory(micro):
-                    share, metrics = loss(micro, totals)
-                amount = float(share.detach())
-                # In a group every rank has to come to the exchange, where all of them see that the sum is not finite.
-                if not math.isfinite(amount) and self.parallel.group.size == 1:
-                    raise NonFiniteError(f"the loss is {amount} at optimizer step {self.optimizer.steps + 1}")
-                with enough_memory(micro):
-                    (share if counts else share * 0).backward()
-                if counts:
-                    value += amount
-                    parts.append({name: metric.detach() for name, metric in metrics.items()})
-            value, combined = self._all_parts(value, combine_metrics(parts))
+            if self.parallel.pp > 1:
+                assert isinstance(self.model, Scorer)
+                with enough_memory(micros[0]):
+                    play(self.model, micros, forward, self.parallel, train=True)
+            else:
+                for place, micro in enumerate(micros):
+                    synchronise_on(self.model, place == len(micros) - 1, self.parallel)
+                    with enough_memory(micro):
+                        forward(place).backward()
+            value, combined = self._all_parts(sum(amounts), combine_metrics(parts))
             hit("training.step")
             norm, lr = self.optimizer.step()
         finally:
@@ -142,8 +153,7 @@ class Engine(Generic[Model]):
         if self.parallel.group.size == 1:
             return value, combined
         mine = value, {name: float(metric) for name, metric in combined.items()}
-        # Of ranks that computed the same rows one counts.
-        told = self.parallel.group.exchange(mine)[:: self.parallel.alike]
+        told = self.parallel.group.exchange(mine)[self.parallel.telling]
         value = sum(loss for loss, _ in told)
         if not math.isfinite(value):
             raise NonFiniteError(f"the loss is {value} at optimizer step {self.optimizer.steps + 1}")
@@ -172,25 +182,37 @@ def map_rows(
     compute: Callable[[Block], Sequence[Tensor]],
     parallel: Parallel = ONE,
     outline: Block | None = None,
+    model: Scorer | None = None,
 ) -> list[Ragged]:
     """Computes per-token columns, a micro-batch at a time, without gradients.
 
     Args:
         compute: a micro-batch to tensors [B, T] over response tokens.
         outline: in a group, where `block` holds this rank's rows only: all rows, with `tokens`.
+        model: what `compute` calls; needed where it is cut into stages, as only the last one computes columns.
 
     Returns:
         One float32 column for each tensor that `compute` gives, for all rows in the block's (the outline's) order.
     """
     whole = block if outline is None else outline
     results: dict[RowKey, list[np.ndarray]] = {}
-    for rows, counts in my_shares(whole, config, parallel):
-        micro = rows if outline is None else block.select(rows.rows)
-        with enough_memory(micro):
-            arrays = [tensor_BT.float().cpu().numpy() for tensor_BT in compute(micro)]
-        for place, (key, length) in enumerate(zip(micro.rows, row_lengths(micro)[1], strict=True)):
-            if counts:
-                results[key] = [array_BT[place, :length] for array_BT in arrays]
+    shares = my_shares(whole, config, parallel)
+    micros = [rows if outline is None else block.select(rows.rows) for rows, _ in shares]
+
+    def score(place: int) -> None:
+        arrays = [tensor_BT.float().cpu().numpy() for tensor_BT in compute(micros[place])]
+        for row, (key, length) in enumerate(zip(micros[place].rows, row_lengths(micros[place])[1], strict=True)):
+            if shares[place].counts:
+                results[key] = [array_BT[row, :length] for array_BT in arrays]
+
+    if parallel.pp > 1:
+        assert model is not None
+        with enough_memory(micros[0]):
+            play(model, micros, score, parallel, train=False)
+    else:
+        for place, micro in enumerate(micros):
+            with enough_memory(micro):
+                score(place)
     if parallel.group.size > 1:
         results = _of_all_ranks(results, parallel)
     return [Ragged.from_rows(rows, "float32") for rows in zip(*(results[key] for key in whole.rows), strict=True)]
@@ -201,7 +223,7 @@ def _of_all_ranks(mine: dict[RowKey, list[np.ndarray]], parallel: Parallel) -> d
     columns = [Ragged.from_rows(rows, "float32") for rows in zip(*mine.values(), strict=True)]
     block = Block(tuple(mine), {str(number): column for number, column in enumerate(columns)})
     results = {}
-    for data in parallel.group.gather(to_bytes(block))[:: parallel.alike]:
+    for data in parallel.group.gather(to_bytes(block))[parallel.telling]:
         other = from_bytes(data)
         rows = zip(*(column.rows() for column in other.columns.values()), strict=True)
         results |= {key: list(row) for key, row in zip(other.rows, rows, strict=False)}

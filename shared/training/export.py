@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 from .errors import CheckpointError
 from .files import replacing
+from .group import Group
 from .lora import B, is_adapter, merged
 from .models import Policy, ValueModel
 from .parallel import ONE, Parallel
@@ -45,9 +47,23 @@ def whole_weights_of(policy: Policy, parallel: Parallel) -> dict[str, Tensor]:
             layer, _, own = name.rpartition(".")
             full = merged(policy.lm.get_submodule(layer), own, _full(tensor.detach()), _full)
             full = full.to(policy.dtype) if full.is_floating_point() else full
-            made[id(tensor)] = full.cpu() if parallel.group.rank == 0 else torch.empty(0)
+            made[id(tensor)] = full.cpu() if parallel.place == 0 else torch.empty(0)
         whole[name] = made[id(tensor)]
-    return whole if parallel.group.rank == 0 else {}
+    held = whole if parallel.place == 0 else {}
+    return held if parallel.pp == 1 else _of_all_stages(held, parallel.group)
+
+
+def _of_all_stages(held: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
+    """On rank 0, what all ranks hold; on the others {}."""
+    told = group.exchange({name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in held.items()})
+    for rank, tensors in enumerate(told[1:], 1):
+        for name, (shape, dtype) in tensors.items():
+            if group.rank == 0:
+                held[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                dist.recv(held[name].view(-1).view(torch.uint8), rank, group=group.control)
+            elif group.rank == rank:
+                dist.send(held[name].contiguous().view(-1).view(torch.uint8), 0, group=group.control)
+    return held if group.rank == 0 else {}
 
 
 def shards_of(policy: Policy) -> dict[str, Tensor]:
@@ -94,18 +110,22 @@ def _write(policy: Policy, weights: dict[str, Tensor], tokenizer: PreTrainedToke
 
 
 def describe(model: Policy | ValueModel, parallel: Parallel) -> dict[str, str]:
-    """Facts for people."""
+    """Facts for people. All ranks together."""
     parameter = next(model.parameters())
     ranks = {}
     if parallel.group.size > 1:
+        stages = f"{parallel.pp} stages x " if parallel.pp > 1 else ""
         context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
-        ranks["ranks"] = f"{parallel.copies} copies x {parallel.shards} shards{context} x tp {parallel.tp}"
+        ranks["ranks"] = f"{stages}{parallel.copies} copies x {parallel.shards} shards{context} x tp {parallel.tp}"
+    counts = [sum(p.numel() for p in model.parameters() if p.requires_grad or not only) for only in (False, True)]
+    if parallel.pp > 1:
+        counts = [sum(each) for each in zip(*parallel.group.exchange(counts)[:: parallel.each], strict=True)]
     return {
         **ranks,
         **({"micro_batch_tokens": model.budget} if model.budget else {}),
         "rows": f"padded: {model.padded}" if model.padded else "packed",
-        "parameters": str(sum(p.numel() for p in model.parameters())),
-        "trained": str(sum(p.numel() for p in model.parameters() if p.requires_grad)),
+        "parameters": str(counts[0]),
+        "trained": str(counts[1]),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(parameter.device),
         "threads": str(torch.get_num_threads()),

@@ -57,8 +57,9 @@ class Policy(Scorer):
     @torch.no_grad()
     def logits_both_ways(self, ids_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [S, V] of the first row: the model's own, and those that `forward` scores with."""
-        own_NV = self.lm(input_ids=ids_BS, use_cache=False).logits[0]
-        return own_NV, logits_of(self.lm)(self.lm.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state[0])
+        own_NV = self.lm(**self.given(ids_BS), use_cache=False).logits[0]
+        hidden_ND = self.lm.base_model(**self.given(ids_BS), use_cache=False).last_hidden_state[0]
+        return own_NV, logits_of(self.lm)(hidden_ND)
 
 
 class ValueModel(Scorer):
@@ -129,6 +130,12 @@ def head_of(lm: PreTrainedModel) -> nn.Linear:
     if not isinstance(head, nn.Linear):
         raise ModelError(f"{lm.config.model_type} models have no linear output layer")
     return head
+
+
+def is_tied(lm: PreTrainedModel) -> bool:
+    """Whether embedding and head are one tensor."""
+    head = lm.get_output_embeddings()
+    return isinstance(head, nn.Linear) and head.weight is getattr(lm.get_input_embeddings(), "weight", None)
 
 
 def logits_of(lm: PreTrainedModel) -> Callable[[Tensor], Tensor]:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from shared.config import OptimizerConfig
 
 from .errors import CheckpointError, HalfStepError, NonFiniteError
+from .parallel import ONE, Parallel
 from .regions import as_part_of, local
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -20,8 +21,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 class Optimizer:
     """Steps a model's parameters; `steps` counts the optimizer steps taken so far."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
-        self.config, self.steps = config, 0
+    def __init__(self, model: nn.Module, config: OptimizerConfig, parallel: Parallel = ONE) -> None:
+        self.config, self.steps, self._parallel = config, 0, parallel
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         by_kind: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
         for p in self._parameters.values():
@@ -49,7 +50,7 @@ class Optimizer:
             HalfStepError: the step itself failed (memory, device); parameters and state can be anything.
         """
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        norm = total_norm(gradients)
+        norm = over_stages(total_norm(gradients), self._parallel)
         if not torch.isfinite(norm):
             culprit = self._first_non_finite()
             self.clear()
@@ -129,6 +130,14 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     norms = [nn.utils.get_total_norm(group) for group in by_mesh.values()]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+
+
+def over_stages(norm: Tensor, parallel: Parallel) -> Tensor:
+    """The norm of the gradients of all stages, from that of this rank's."""
+    if parallel.pp == 1:
+        return norm
+    norms = parallel.group.exchange(float(norm))[:: parallel.each]
+    return torch.tensor(norms, dtype=torch.float64, device=norm.device).norm().to(norm.dtype)
 
 
 def _clip(gradients: Sequence[Tensor], limit: float, norm: Tensor) -> None:

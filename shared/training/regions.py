@@ -70,9 +70,9 @@ def region_of(tensor: Tensor) -> Region:
 
 
 def is_writer(tensor: Tensor, parallel: Parallel) -> bool:
-    """Whether it is this rank that writes its part, of all ranks that hold the same."""
+    """Whether it is this rank that writes its part, of all ranks of its stage that hold the same."""
     if not isinstance(tensor, DTensor):
-        return parallel.group.rank == 0
+        return parallel.place == 0
     mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or ()
     first = all(
         mesh.get_local_rank(place) == 0

@@ -28,6 +28,10 @@ class Scorer(nn.Module):
     """Whether activations wait for the backward pass in 8 bits."""
     budget: str = ""
     """What came of micro_batch_tokens=auto, for people."""
+    embeds: bool = True
+    """Whether tokens become states here; False: on a later stage of a pipeline, where states arrive."""
+    arriving_ND: Tensor | None = None
+    """States of all tokens of the present pass, from the stage before."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -42,6 +46,18 @@ class Scorer(nn.Module):
 
         They are all tokens that are present, or those whose predecessors this rank of a context has.
         """
+        hidden_ND, starts_B, first = self._states(sequences)
+        place_BT = starts_B[:, None] + sequences.predictors_BT - first
+        mine_BT = sequences.present_BT & (place_BT >= 0) & (place_BT < len(hidden_ND))
+        return hidden_ND[place_BT[mine_BT]], mine_BT
+
+    def hand_on(self, sequences: Sequences, count: int) -> Tensor:
+        """Hidden states [count, D] for the next stage of a pipeline: of all tokens of a pass, and then zeros."""
+        states_ND = self._states(sequences)[0]
+        return F.pad(states_ND, (0, 0, 0, count - len(states_ND)))
+
+    def _states(self, sequences: Sequences) -> tuple[Tensor, Tensor, int]:
+        """Last hidden states [N, D] of a pass, where its rows begin [B], and the place of the first of these states."""
         ids_BS, real_BS, positions_BS = sequences.input_ids_BS, sequences.attention_mask_BS, sequences.position_ids_BS
         first = 0
         if self.padded:
@@ -54,9 +70,7 @@ class Scorer(nn.Module):
                 both_2N, lengths, first = _stretch(both_2N, lengths, self.context)
             rows = Rows(lengths, ids_BS.device, self.context)
             hidden_ND = self._hidden(both_2N[:1], both_2N[1:], rows=rows)
-        place_BT = starts_B[:, None] + sequences.predictors_BT - first
-        mine_BT = sequences.present_BT & (place_BT >= 0) & (place_BT < len(hidden_ND))
-        return hidden_ND[place_BT[mine_BT]], mine_BT
+        return hidden_ND, starts_B, first
 
     def of_all(self, values_BT: Tensor) -> Tensor:
         """What the ranks of a context have computed, each of its tokens, together."""
@@ -76,7 +90,18 @@ class Scorer(nn.Module):
         if self.in_8_bits and torch.is_grad_enabled():
             storage = activations_in_8_bits(self, ids_BS.numel(), head_dim(body.config))
         with storage:
-            return body(input_ids=ids_BS, **options, use_cache=False).last_hidden_state.flatten(0, 1)
+            return body(**self.given(ids_BS), **options, use_cache=False).last_hidden_state.flatten(0, 1)
+
+    def given(self, ids_BS: Tensor) -> dict[str, Tensor]:
+        """What the body computes with: tokens, or on a later stage what the one before has made of them."""
+        if self.embeds:
+            return {"input_ids": ids_BS}
+        states_ND = self.arriving_ND
+        if states_ND is None:
+            # The model is being tried out: any states will do that are the same for the same token.
+            channels_D = torch.arange(1, self.backbone().config.hidden_size + 1, device=ids_BS.device)
+            states_ND = torch.cos(ids_BS.reshape(-1, 1) * channels_D).to(self.dtype)
+        return {"inputs_embeds": states_ND.view(*ids_BS.shape, -1)}
 
 
 def _stretch(

@@ -34,12 +34,14 @@ from .context import refused
 from .errors import ModelError
 from .logprobs import Words
 from .lora import initial_value, is_adapter
-from .models import Policy, ValueModel, adopt, check_head, head_of, usable
+from .models import Policy, ValueModel, adopt, check_head, head_of, is_tied, usable
 from .models import load_policy as load_whole_policy
 from .models import load_value_model as load_whole_value_model
 from .parallel import COPIES, ONE, SHARDS, TP, Parallel
 from .regions import local, region_of
 from .scorer import Scorer, pack
+from .shards import on_all
+from .stages import Elsewhere, cut
 
 log = structlog.get_logger()
 Model = TypeVar("Model", Policy, ValueModel)
@@ -67,12 +69,18 @@ def load_policy(
     if parallel.group.size == 1:
         policy = load_whole_policy(config, training, seed=seed, key=key)
     else:
-        lm = _build(config, training, parallel, key)
-        policy = Policy(lm, getattr(torch, config.dtype))
-        distribute(policy, lm, parallel, reader(config.path, key, seed), key)
-        # Its parameters have to be gathered for this pass, too.
-        register_fsdp_forward_method(policy, Policy.logits_both_ways.__name__)
-        check_head(policy, device_of(policy, parallel), key)
+
+        def part() -> Policy:
+            lm = _build(config, training, parallel, key)
+            policy = Policy(lm, getattr(torch, config.dtype))
+            distribute(policy, lm, parallel, reader(config.path, key, seed), key)
+            if parallel.is_last:
+                # Its parameters have to be gathered for this pass, too.
+                register_fsdp_forward_method(policy, Policy.logits_both_ways.__name__)
+                check_head(policy, device_of(policy, parallel), key)
+            return policy
+
+        policy = _on_every_stage(part, parallel)
     if training:
         lay_out(policy, training, parallel, key)
     return policy
@@ -90,14 +98,27 @@ def load_value_model(
     if parallel.group.size == 1:
         model = load_whole_value_model(config, training, seed=seed, key=key)
     else:
-        lm = _build(config, training, parallel, key)
-        with _parameters_on_meta():
-            body = cast(PreTrainedModel, lm.base_model)
-            model = ValueModel(body, head_of(lm).weight.shape[1], getattr(torch, config.dtype))
-        distribute(model, lm, parallel, reader(config.path, key, seed), key)
+
+        def part() -> ValueModel:
+            lm = _build(config, training, parallel, key)
+            with _parameters_on_meta():
+                body = cast(PreTrainedModel, lm.base_model)
+                model = ValueModel(body, head_of(lm).weight.shape[1], getattr(torch, config.dtype))
+            return distribute(model, lm, parallel, reader(config.path, key, seed), key)
+
+        model = _on_every_stage(part, parallel)
     if training:
         lay_out(model, training, parallel, key)
     return model
+
+
+def _on_every_stage(part: Callable[[], Model], parallel: Parallel) -> Model:
+    """Makes this rank's part; what only one stage refuses, all of them do."""
+    if parallel.pp == 1:
+        return part()
+    # All ranks make it together, whatever one of them refuses afterwards.
+    _ = parallel.mesh
+    return on_all(parallel.group, part, ModelError)
 
 
 def lay_out(model: Policy | ValueModel, training: TrainingConfig, parallel: Parallel, key: str) -> None:
@@ -111,6 +132,9 @@ def lay_out(model: Policy | ValueModel, training: TrainingConfig, parallel: Para
         if isinstance(model, FSDPModule):
             register_fsdp_forward_method(model, Scorer.states_of.__name__)
         pack(model, device_of(model, parallel))
+        if parallel.pp > 1 and len(set(parallel.group.exchange(model.padded))) > 1:
+            stages = f"parallel.pp={parallel.pp}"
+            raise ModelError(f"{key}: with {stages} only some stages can do packed rows: set packing to false")
         if model.padded:
             log.info("rows are padded", model=key, why=model.padded)
     if parallel.cp == 1:
@@ -132,23 +156,30 @@ def build(settings: PretrainedConfig) -> PreTrainedModel:
 
 
 def distribute(model: Model, lm: PreTrainedModel, parallel: Parallel, fill: Fill, key: str) -> Model:
-    """Cuts a model without memory over the mesh and fills this rank's part.
+    """Cuts a model without memory over stages and the mesh, and fills this rank's part.
 
     Args:
         lm: the language model that `model` is made of.
 
     Raises:
-        ModelError: it has no tp_plan, or one that does not fit.
+        ModelError: it can't be cut into stages, or has no tp_plan that fits.
     """
+    if parallel.pp > 1:
+        cut(lm, parallel, key, tied=isinstance(model, Policy))
+        model.embeds = parallel.stage == 0
+    if isinstance(model, ValueModel) and not parallel.is_last:
+        del model.head
     if parallel.tp > 1:
-        plan, embedding, head = tp_plan(lm, parallel.tp, key), lm.get_input_embeddings(), head_of(lm)
-        tied = embedding.weight is head.weight
+        plan, tied = tp_plan(lm, parallel.tp, key), is_tied(lm)
+        embedding, head = lm.get_input_embeddings(), cast(nn.Linear, lm.get_output_embeddings())
         parallelize_module(lm, parallel.mesh[TP], plan)
         if tied and isinstance(embedding.weight, nn.Parameter):
             head.weight = embedding.weight
         if isinstance(model, Policy) and head in (lm.get_submodule(name) for name in plan):
             model.words = Words(parallel.mesh[TP].get_group(), parallel.tp_rank * -(-len(head.weight) // parallel.tp))
     _shard(model, lm, model.dtype, parallel)
+    if not parallel.is_last:
+        register_fsdp_forward_method(model, Scorer.hand_on.__name__)
     # Parameters are gathered in the computing dtype: autocast would cast them a second time.
     model.autocast = torch.float32
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -238,16 +269,16 @@ def tp_plan(lm: PreTrainedModel, tp: int, key: str) -> dict[str, ParallelStyle]:
     found = {name: _style(name, plan) for name, _ in lm.named_modules()}
     styles = {}
     for name, module in lm.named_modules():
-        if (wanted := found[name]) is None:
+        if (wanted := found[name]) is None or isinstance(module, Elsewhere):
             continue
         # A head that is the embedding is cut as it is, or not at all.
-        tied = module is head_of(lm) and module.weight is lm.get_input_embeddings().weight
-        if tied and "embedding_rowwise" not in found.values():
+        is_head = module is lm.get_output_embeddings()
+        if is_head and is_tied(lm) and "embedding_rowwise" not in found.values():
             continue
         if wanted not in STYLES or not isinstance(module, nn.Linear | nn.Embedding):
             raise ModelError(f"{key}: {name} is to be cut by {wanted!r}, which is not known here: set parallel.tp to 1")
         # Logits stay where they are made: who scores puts together what is needed of them.
-        styles[name] = STYLES["colwise" if module is head_of(lm) else wanted]()
+        styles[name] = STYLES["colwise" if is_head else wanted]()
     return styles
 
 
@@ -264,7 +295,7 @@ def _shard(model: nn.Module, lm: PreTrainedModel, dtype: torch.dtype, parallel: 
     mixed = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     for layer in _layers(lm):
         fully_shard(layer, mp_policy=mixed, **shared)
-    if isinstance(model, ValueModel):
+    if isinstance(model, ValueModel) and parallel.is_last:
         # One number per token: bfloat16 would round it to three digits.
         fully_shard(model.head, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce), **shared)
     # By default the outermost module stays gathered after a forward pass, and its parameters would not be its shards.

@@ -119,8 +119,8 @@ def as_checkpoint_error(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {error}") from error
 
 
-def on_all(group: Group, work: Callable[[], T]) -> T:
-    """Does something on every rank; if it failed on one, all of them raise the first failure.
+def on_all(group: Group, work: Callable[[], T], kind: type[Exception] = CheckpointError) -> T:
+    """Does something on every rank; if it failed on one, all of them raise the first failure, as `kind`.
 
     Raises:
         CheckpointError: also for what only another rank saw.
@@ -132,8 +132,8 @@ def on_all(group: Group, work: Callable[[], T]) -> T:
         if group.size == 1:
             raise
         # Whatever it was, the others wait to hear of it.
-        failure = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        failure = str(error) if isinstance(error, kind) else f"{type(error).__name__}: {error}"
     for rank, said in enumerate(group.exchange(failure)):
         if said:
-            raise CheckpointError(f"{said} (rank {rank})")
+            raise kind(f"{said} (rank {rank})")
     return result  # pyright: ignore[reportReturnType]

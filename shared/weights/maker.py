@@ -8,7 +8,7 @@ import dataclasses
 import math
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import structlog
 import torch
@@ -56,11 +56,14 @@ class MakerRanks:
         if device.type == "cuda":
             own.memory.CopyFrom(share_memory(held.memory))
         ranks = tuple(map(weights_pb2.WeightRank.FromString, self._group.gather(own.SerializeToString())))
+        told = map(weights_pb2.WeightsManifest.FromString, self._group.gather(held.manifest.SerializeToString()))
+        manifest = weights_pb2.WeightsManifest(version=held.manifest.version, tensors=_merged(told))
         if self._beside is None:
             self._beside = self._group.beside()
             if self._group.rank:
                 threading.Thread(target=self._follow, args=(find,), name="weights-rank", daemon=True).start()
-        return complete(dataclasses.replace(held, ranks=ranks), (piece for rank in ranks for piece in rank.pieces))
+        whole = dataclasses.replace(held, manifest=manifest, ranks=ranks)
+        return complete(whole, (piece for rank in ranks for piece in rank.pieces))
 
     def send(self, run: str, version: int, answer: weights_pb2.JoinResponse) -> None:
         """Has the other ranks send their shards."""
@@ -145,6 +148,15 @@ class MakerRanks:
             self._part.send(answer, self._group.rank, held.by_name, None)
         except Exception as error:  # noqa: BLE001 - the members and rank 0 have heard of it
             log.warning("weights not sent", rank=self._group.rank, error=str(error) or type(error).__name__)
+
+
+def _merged(manifests: Iterable[weights_pb2.WeightsManifest]) -> Iterable[weights_pb2.TensorInfo]:
+    """All tensors that ranks hold something of, each once: the stages of a model have tensors of their own."""
+    infos: dict[str, weights_pb2.TensorInfo] = {}
+    for manifest in manifests:
+        for info in manifest.tensors:
+            infos.setdefault(info.name, info)
+    return infos.values()
 
 
 def _holders(held: Snapshot) -> dict[str, dict[Box, int]]:

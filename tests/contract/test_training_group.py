@@ -55,6 +55,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("untied-llama"), tied=False)
+
+
 @dataclass(frozen=True)
 class GroupProcess:
     """Rank 0 of a role that has two ranks."""
@@ -154,10 +159,15 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
         torch.testing.assert_close(a[name], tensor.detach(), rtol=0, atol=1e-5, msg=name)
 
 
-async def test_two_ranks_train_as_one_process_and_end_as_one(model: Path, tmp_path: Path) -> None:
-    config = make_config(model, *PPO)
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_two_ranks_train_as_one_process_and_end_as_one(
+    model: Path, untied: Path, tmp_path: Path, stages: int
+) -> None:
+    model = model if stages == 1 else untied
+    alone = make_config(model, *PPO, "actor.micro_batch_size=2")
+    config = make_config(model, *PPO, "actor.micro_batch_size=2", f"actor.parallel.pp={stages}")
     one = TorchActor(GrpcPublisher(), lambda: None)
-    await one.configure(config, RUN, None)
+    await one.configure(alone, RUN, None)
     samples = roll_out(model, prompts=5)
     reference = replaced(samples, "ref_logprobs", [row - 0.1 for row in samples["rollout_logprobs"].rows()])
     reference = reference.select(columns=["ref_logprobs"])
@@ -169,7 +179,10 @@ async def test_two_ranks_train_as_one_process_and_end_as_one(model: Path, tmp_pa
 
     async with serving("actor", tmp_path) as (started, client):
         configured = await client.configure(config)
-        assert configured.facts["ranks"] == "1 copies x 2 shards x tp 1"
+        assert configured.facts["ranks"] == (
+            "1 copies x 2 shards x tp 1" if stages == 1 else "2 stages x 1 copies x 1 shards x tp 1"
+        )
+        assert configured.facts["parameters"] == str(sum(p.numel() for p in weights(one).values()))
         lost = client.put(samples)
         lost.blocks[0].block = "gone"
         with pytest.raises(BatchLost, match="rank 0"):
@@ -208,7 +221,7 @@ async def test_two_ranks_train_as_one_process_and_end_as_one(model: Path, tmp_pa
         assert "rank-1/model.safetensors" in files
         assert saved.version == version
         assert (await client.configure(config, tmp_path / "checkpoint")).version == version
-        await one.configure(config, RUN, str(tmp_path / "checkpoint"))
+        await one.configure(alone, RUN, str(tmp_path / "checkpoint"))
         assert one.version() == version
         again = await client.act("Update", actor_pb2.ActorServiceUpdateRequest, "again", inputs=client.put(batch))
         _, metrics = await one.update(RUN, 1, batch)
@@ -225,8 +238,14 @@ async def test_two_ranks_train_as_one_process_and_end_as_one(model: Path, tmp_pa
 
 
 @pytest.mark.slow
-async def test_critic_and_reference_of_two_ranks(model: Path, tmp_path: Path) -> None:
-    config = make_config(model, *PPO, "critic.parallel.tp=2")
+@pytest.mark.parametrize(("critic", "reference", "ranks"), [
+    ("tp", "cp", "1 copies x 1 shards x cp 2 x tp 1"), ("pp", "pp", "2 stages x 1 copies x 1 shards x tp 1"),
+])  # fmt: skip
+async def test_critic_and_reference_of_two_ranks(
+    model: Path, untied: Path, tmp_path: Path, critic: str, reference: str, ranks: str
+) -> None:
+    model = untied if reference == "pp" else model
+    config = make_config(model, *PPO, f"critic.parallel.{critic}=2")
     one, samples = TorchCritic(lambda: None), roll_out(model, prompts=5)
     await one.configure(make_config(model, *PPO), RUN, None)
     values, _ = await one.values(RUN, samples)
@@ -246,18 +265,19 @@ async def test_critic_and_reference_of_two_ranks(model: Path, tmp_path: Path) ->
         got = await client.read((await call(stub.ComputeValues, values_request, timeout=60)).block)
         np.testing.assert_allclose(got["values"].data, after["values"].data, atol=1e-5)
     frozen = TorchReference()
-    await frozen.configure(config, RUN, None)
+    await frozen.configure(make_config(model, *PPO), RUN, None)
     wanted, _ = await frozen.logprobs(RUN, samples)
-    shared = make_config(model, *PPO, "reference_parallel.cp=2", "actor.micro_batch_tokens=auto")
+    tokens = "actor.micro_batch_tokens=" + ("auto" if reference == "cp" else "64")
+    shared = make_config(model, *PPO, f"reference_parallel.{reference}=2", tokens)
     async with serving("reference", tmp_path) as (_, client):
         facts = (await client.configure(shared)).facts
-        assert facts["ranks"] == "1 copies x 1 shards x cp 2 x tp 1"
-        assert facts["micro_batch_tokens"].startswith("auto: ")
-        reference = reference_pb2_grpc.ReferenceServiceStub(client.channel)
+        assert facts["ranks"] == ranks
+        assert reference == "pp" or facts["micro_batch_tokens"].startswith("auto: ")
+        scorer = reference_pb2_grpc.ReferenceServiceStub(client.channel)
         scoring = reference_pb2.ReferenceServiceComputeLogprobsRequest(
             operation=client.operation("l"), inputs=client.put(samples)
         )
-        got = await client.read((await call(reference.ComputeLogprobs, scoring, timeout=60)).block)
+        got = await client.read((await call(scorer.ComputeLogprobs, scoring, timeout=60)).block)
         np.testing.assert_allclose(got["ref_logprobs"].data, wanted["ref_logprobs"].data, atol=1e-5)
 
 

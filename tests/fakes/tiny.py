@@ -10,12 +10,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 VOCABULARY = ["<pad>", "<s>", "</s>", "<unk>", *string.ascii_lowercase, *string.digits, *" +-*/=().,:;!?'\"\n<>|_#$%"]
 
 
-def write_tiny_llama(directory: Path, seed: int = 0, head_dim: int = 8) -> Path:
-    """Vocabulary 64, width 32, two layers, four heads; tied embeddings; weights from `seed` (vLLM: head_dim 32)."""
+def write_tiny_llama(directory: Path, seed: int = 0, head_dim: int = 8, *, layers: int = 2, tied: bool = True) -> Path:
+    """Vocabulary 64, width 32, four heads; weights from `seed` (vLLM: head_dim 32); tied: embedding and head."""
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=128, initializer_range=0.2,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     with torch.random.fork_rng():

@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 PROMPTS = ["1+1=", "ab", "2*3-1="]
 
 
-def config_of(model: Path, data: Path, channel: str, lora: bool) -> RunConfig:
+def config_of(model: Path, data: Path, channel: str, kind: str) -> RunConfig:
     rows = [{"prompt": [{"role": "user", "content": p}], "data_source": "s", "reward_model": {}} for p in PROMPTS]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree: dict[str, Any] = {
@@ -39,8 +39,10 @@ def config_of(model: Path, data: Path, channel: str, lora: bool) -> RunConfig:
         "algorithm": {"advantage": "grpo", "kl": {"placement": "none"}},
         "weights": {"channel": channel, "timeout": 60, "bucket_mib": 1},
     }
-    if lora:
+    if kind == "lora":
         tree["actor"]["lora"] = {"rank": 2, "targets": ["q_proj", "down_proj"]}
+    if kind == "stages":
+        tree["actor"]["parallel"] = {"pp": 2}
     return load_config(tree)
 
 
@@ -103,13 +105,21 @@ async def train(actor: Client, model: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("channel", "rollouts", "lora"), [("gloo", 1, True), ("gloo", 2, False), ("grpc", 1, False), ("grpc", 1, True)]
+    ("channel", "rollouts", "kind"),
+    [
+        ("gloo", 1, "lora"),
+        ("gloo", 2, "shards"),
+        ("gloo", 1, "stages"),
+        ("grpc", 1, "shards"),
+        ("grpc", 1, "lora"),
+        ("grpc", 1, "stages"),
+    ],
 )
 async def test_rollouts_serve_what_two_ranks_hold_together(
-    tmp_path: Path, channel: str, rollouts: int, lora: bool
+    tmp_path: Path, channel: str, rollouts: int, kind: str
 ) -> None:
-    model = write_tiny_llama(tmp_path / "model")
-    config = config_of(model, tmp_path / "rows.jsonl", channel, lora)
+    model = write_tiny_llama(tmp_path / "model", tied=kind != "stages")
+    config = config_of(model, tmp_path / "rows.jsonl", channel, kind)
     with contextlib.ExitStack() as stack:
         started = []
         for number in range(rollouts):
@@ -117,7 +127,8 @@ async def test_rollouts_serve_what_two_ranks_hold_together(
             home.mkdir()
             started.append(stack.enter_context(group("rollout", home, "--replica", home.name, ranks=1)))
         async with serving("actor", tmp_path) as (process, actor):
-            assert (await actor.configure(config)).facts["ranks"].startswith("1 copies x 2 shards ")
+            ranks = "2 stages x 1 copies x 1 shards " if kind == "stages" else "1 copies x 2 shards "
+            assert (await actor.configure(config)).facts["ranks"].startswith(ranks)
             served = [Rollout(Client(each.endpoint, actor.others), f"m{n}") for n, each in enumerate(started)]
             for rollout in served:
                 await rollout.client.configure(config)

@@ -80,7 +80,7 @@ class TorchActor:
         if config.actor.park:
             await compute(training.parking.park)
         self._training.hold(run, training)
-        facts = describe(training.engine.model, training.engine.parallel)
+        facts = await compute(describe, training.engine.model, training.engine.parallel)
         return Configured(training.engine.optimizer.steps, facts, training.last_applied)
 
     async def stage(self) -> StagedState:
@@ -204,7 +204,7 @@ def _logprobs(training: Training, block: Block, outline: Block | None) -> tuple[
         return [scores.logprobs_BT, scores.entropy_BT, scores.sum_pi_squared_BT]
 
     names = (columns.OLD_LOGPROBS, columns.ENTROPY, columns.SUM_PI_SQUARED)
-    made = map_rows(block, training.config.actor, scores, engine.parallel, outline)
+    made = map_rows(block, training.config.actor, scores, engine.parallel, outline, engine.model)
     whole = block if outline is None else outline
     result = Block(whole.rows, dict(zip(names, made, strict=True)))
     means = {name: token_mean(whole, column) for name, column in list(result.columns.items())[:2]}

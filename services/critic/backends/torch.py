@@ -56,7 +56,7 @@ class TorchCritic:
         self._training.drop()
         training = await compute(_load, config, checkpoint, self._group)
         self._training.hold(run, training)
-        facts = describe(training.engine.model, training.engine.parallel)
+        facts = await compute(describe, training.engine.model, training.engine.parallel)
         return Configured(training.engine.optimizer.steps, facts, training.last_applied)
 
     async def stage(self) -> StagedState:
@@ -110,7 +110,7 @@ def _values(training: Training, block: Block, outline: Block | None) -> tuple[Bl
     def values(micro: Block) -> list[Tensor]:
         return [engine.model(collate(micro, engine.device))]
 
-    (column,) = map_rows(block, training.config.critic, values, engine.parallel, outline)
+    (column,) = map_rows(block, training.config.critic, values, engine.parallel, outline, engine.model)
     whole = block if outline is None else outline
     return Block(whole.rows, {columns.VALUES: column}), {"value": token_mean(whole, column)}
 

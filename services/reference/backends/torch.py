@@ -42,7 +42,7 @@ class TorchReference:
         self._frozen.drop()
         frozen = await compute(_load, config, self._group)
         self._frozen.hold(run, frozen)
-        return Configured(0, describe(frozen.policy, frozen.parallel))
+        return Configured(0, await compute(describe, frozen.policy, frozen.parallel))
 
     async def stage(self) -> StagedState:
         raise Unimplemented("the reference never changes: there is no state to save")
@@ -81,6 +81,6 @@ def _logprobs(frozen: Frozen, block: Block, outline: Block | None) -> tuple[Bloc
     def logprobs(micro: Block) -> list[Tensor]:
         return [frozen.policy(collate(micro, device), frozen.config.rollout.temperature).logprobs_BT]
 
-    (column,) = map_rows(block, frozen.config.actor, logprobs, frozen.parallel, outline)
+    (column,) = map_rows(block, frozen.config.actor, logprobs, frozen.parallel, outline, frozen.policy)
     whole = block if outline is None else outline
     return Block(whole.rows, {columns.REF_LOGPROBS: column}), {"ref_logprobs": token_mean(whole, column)}

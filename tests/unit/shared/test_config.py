@@ -225,6 +225,9 @@ def test_yaml_makes_no_objects(tmp_path):
         ),
         (["actor.optimizer.schedule=cosine"], "schedule=cosine needs optimizer.total_steps"),
         (["critic.optimizer.schedule=linear"], "schedule=linear needs optimizer.total_steps"),
+        (["actor.parallel.pp=2", "actor.micro_batch_tokens=auto"], "actor.parallel.pp=2 has several passes under way"),
+        (["critic.parallel.pp=3", "critic.micro_batch_tokens=auto"], "set micro_batch_tokens to a number"),
+        (["reference_parallel.pp=2", "actor.micro_batch_tokens=auto"], "reference_parallel.pp=2 has several passes"),
     ],
 )
 def test_rules_over_several_keys(overrides, says):
@@ -236,6 +239,7 @@ def test_what_the_rules_ask_for_is_accepted():
     load_config(tree(), ["reward.backend=grpc", "reward.endpoint=host:1"])
     load_config(tree(), ["actor.optimizer.schedule=cosine", "actor.optimizer.total_steps=10"])
     load_config(tree(), ["total_steps=null", "total_epochs=2"])
+    load_config(tree(), ["critic.parallel.pp=2", "actor.micro_batch_tokens=auto"])
 
 
 anything = st.recursive(
