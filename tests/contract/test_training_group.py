@@ -95,8 +95,8 @@ def group(role: str, directory: Path, *flags: str, ranks: int = 2) -> Iterator[G
         yield GroupProcess(process, endpoint, errors)
     finally:
         process.kill()
-        process.wait(10)
-        assert not psutil.wait_procs(others, timeout=10)[1], "ranks outlived the first one"
+        process.wait(30)
+        assert not psutil.wait_procs(others, timeout=30)[1], "ranks outlived the first one"
 
 
 @contextlib.asynccontextmanager
@@ -232,8 +232,8 @@ async def test_two_ranks_train_as_one_process_and_end_as_one(
         # Half a group must not answer that a command failed: who asks would ask again, and again, before it has ended.
         with pytest.raises(Unavailable):
             await client.act("Update", actor_pb2.ActorServiceUpdateRequest, "late", inputs=client.put(batch))
-        assert started.process.wait(10) == 5
-        assert time.monotonic() - began < 3
+        assert started.process.wait(60) == 5
+        assert time.monotonic() - began < 20, "long before the 60 s that a silent rank is given"
         assert "rank 0: the group ends: " in started.errors.read_text()
 
 
@@ -290,18 +290,18 @@ def test_a_frozen_rank_ends_the_group(tmp_path: Path, rank: int) -> None:
         began = time.monotonic()
         if rank == 1:
             other.suspend()
-            assert started.process.wait(15) == 5
+            assert started.process.wait(60) == 5
             assert "rank 1 of 2 has given no sign of life for 5 s" in started.errors.read_text()
         else:
             os.kill(started.process.pid, signal.SIGSTOP)
             # Its parent, which is frozen, can't bury it.
             while other.status() != psutil.STATUS_ZOMBIE:
-                assert time.monotonic() - began < 20
+                assert time.monotonic() - began < 60
                 time.sleep(0.1)
             assert "rank 0 of 2 has not answered for 5 s" in started.errors.read_text()
             os.kill(started.process.pid, signal.SIGCONT)
-            assert started.process.wait(10) == 5
-        assert not psutil.wait_procs([other], timeout=5)[1]
+            assert started.process.wait(60) == 5
+        assert not psutil.wait_procs([other], timeout=30)[1]
 
 
 @pytest.mark.slow
@@ -311,9 +311,9 @@ def test_ranks_end_with_the_first(tmp_path: Path) -> None:
         (other,) = started.ranks
         other.suspend()
         started.process.kill()
-        assert not psutil.wait_procs([other], timeout=5)[1]
+        assert not psutil.wait_procs([other], timeout=30)[1]
     with group("critic", tmp_path) as started:
         (other,) = started.ranks
         started.process.terminate()
-        assert started.process.wait(20) == 0
-        assert not psutil.wait_procs([other], timeout=5)[1]
+        assert started.process.wait(60) == 0
+        assert not psutil.wait_procs([other], timeout=30)[1]
