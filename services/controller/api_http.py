@@ -200,9 +200,10 @@ def make_app(api: Api, token: str) -> FastAPI:
         return CheckpointModel(directory=directory, step=step)
 
     @app.post("/v1/runs/{id}/profile", **options)
-    async def profile_run(id: str, body: Look) -> ProfileModel:
+    async def profile_run(id: str, body: Look | None = None) -> ProfileModel:
         """Records a role's calls in the next steps; answers when they are done."""
-        return ProfileModel(calls=[CallModel(**_dict(each)) for each in await api.profile(id, body.role, body.steps)])
+        look = body or Look()
+        return ProfileModel(calls=[CallModel(**_dict(each)) for each in await api.profile(id, look.role, look.steps)])
 
     @app.get("/v1/services", **options)
     async def list_services() -> ServicesModel:
