@@ -91,7 +91,7 @@ BY_ROW = frozenset({SCORE, REFERENCE_LOGPROBS, VALUES, LOGPROBS})
 """Whose answer for a row does not depend on which other rows are asked for."""
 PROFILED = frozenset({LOGPROBS, ACTOR_UPDATE, VALUES, CRITIC_UPDATE, REFERENCE_LOGPROBS})
 """What a profiler can record: it has a field `profile`."""
-PROFILED_ROLES = ("actor", "critic", "reference")
+PROFILED_ROLES = tuple(sorted({verb.role for verb in PROFILED}))
 
 
 def configure(role: str) -> Verb:

@@ -103,11 +103,10 @@ class Spool:
             if run == self._run:
                 self._home, self._run, self._rows = None, "", {}
             return
-        if self._home is None or run != self._run or not self._home.is_dir():
+        if self._home is None or run != self._run:
             return
-        for directory in list(self._home.iterdir()):
-            if directory.name.isdecimal() and int(directory.name) <= up_to_step:
-                shutil.rmtree(directory, ignore_errors=True)
+        for step in self.steps(0, up_to_step + 1):
+            shutil.rmtree(self._home / str(step), ignore_errors=True)
         self._rows = {path: rows for path, rows in self._rows.items() if int(path.parent.name) > up_to_step}
 
     def _make_room(self, size: int, keep: Path) -> bool:
