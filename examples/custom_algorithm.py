@@ -31,7 +31,8 @@ def median_centred(inputs: AdvantageInputs, options: AdvantageOptions) -> Advant
     for group in inputs.groups_B.unique():
         part_B = inputs.taking_part_B & (inputs.groups_B == group)
         if part_B.any():
-            advantages_B[part_B] = inputs.scores_B[part_B] - inputs.scores_B[part_B].median()
+            # An agent's conversation may be several rows, which count as one answer.
+            advantages_B[part_B] = inputs.scores_B[part_B] - inputs.scores_B[part_B & inputs.counted_B].median()
     limit = options.extra["limit"]
     return finish(spread(advantages_B.clamp(-limit, limit), inputs), inputs)
 

@@ -111,7 +111,8 @@ def training_batch(block: Block, config: RunConfig, kl_coef: float) -> tuple[Blo
         scores_B=scores_B,
         mask_BT=rows.mask_BT,
         valid_B=valid_B,
-        groups_B=torch.from_numpy(np.unique([key.prompt for key in rows.block.rows], return_inverse=True)[1]),
+        groups_B=_numbers([key.prompt for key in rows.block.rows]),
+        samples_B=_samples(rows.block),
         token_rewards_BT=token_rewards(scores_B, penalty_BT, kl_coef, rows.mask_BT),
         values_BT=rows.tokens(columns.VALUES),
         score_parts=_score_parts(rows.block),
@@ -134,6 +135,17 @@ def training_batch(block: Block, config: RunConfig, kl_coef: float) -> tuple[Blo
     if kl_BT is not None:
         metrics |= {"kl": float(masked_mean(kl_BT, active_BT)), "kl_coef": kl_coef}
     return _training_block(rows, tensors_BT, valid_B), metrics
+
+
+def _numbers(names: list[str]) -> Tensor:
+    """int64 [B]: rows of the same name share a number."""
+    return torch.from_numpy(np.unique(names, return_inverse=True)[1])
+
+
+def _samples(block: Block) -> Tensor | None:
+    """int64 [B]: rows of the same sample share a number; None where every row is one."""
+    names = [str(key.whole) for key in block.rows]
+    return _numbers(names) if len(set(names)) < len(names) else None
 
 
 def _greedy_scores(block: Block, baselines: Block) -> Tensor:

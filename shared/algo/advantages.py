@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .groups import group_count, groups_with_signal
+from .groups import group_count, group_mean, group_sum, groups_with_signal, one_of_each
 from .masking import active_mask, at_least_float32, blank, masked_sum, masked_whiten
 from .registry import Registry
 
@@ -43,6 +43,8 @@ class AdvantageInputs:
     """Log-probs of the sampled tokens (optimal token baseline)."""
     sum_pi_squared_BT: Tensor | None = None
     """Sum over the vocabulary of squared probabilities, `entropy.sum_pi_squared` (optimal token baseline)."""
+    samples_B: Tensor | None = None
+    """int64, rows of one sample share a number: a conversation may be several. None: every row is a sample."""
 
     def __post_init__(self) -> None:
         rows, shape = (self.mask_BT.shape[0],), tuple(self.mask_BT.shape)
@@ -76,9 +78,31 @@ class AdvantageInputs:
         return self.active_BT.any(1)
 
     @property
+    def counted_B(self) -> Tensor:
+        """bool, one row of each sample that takes part: statistics over samples are of these."""
+        return self.one_of_each(self.taking_part_B)
+
+    def one_of_each(self, part_B: Tensor) -> Tensor:
+        """bool [B], of the rows `part_B` one of each sample."""
+        return part_B if self.samples_B is None else one_of_each(part_B, self.samples_B)
+
+    @property
     def outcomes_B(self) -> Tensor:
-        """The row's token rewards summed: its score, less its KL penalty if there is one."""
-        return masked_sum(self.token_rewards_BT, self.active_BT, 1)
+        """The sample's token rewards summed: its score, less its KL penalty if there is one.
+
+        A sample of several rows has one score, their mean, and the penalties of all of them.
+        """
+        sums_B = masked_sum(self.token_rewards_BT, self.active_BT, 1)
+        if self.samples_B is None:
+            return sums_B
+        part_B = self.taking_part_B
+        more_B = group_count(part_B, self.samples_B) - 1
+        whole_B = group_sum(sums_B, part_B, self.samples_B) - more_B * self.by_sample(self.scores_B)
+        return blank(whole_B, part_B).to(sums_B.dtype)
+
+    def by_sample(self, x_B: Tensor) -> Tensor:
+        """`x_B`, for every row its mean over the sample's rows that take part."""
+        return x_B if self.samples_B is None else group_mean(x_B, self.taking_part_B, self.samples_B).to(x_B.dtype)
 
 
 @dataclass(frozen=True)
@@ -163,8 +187,9 @@ def finish(advantages_BT: Tensor, inputs: AdvantageInputs, returns_BT: Tensor | 
             "advantage_max": float(tokens_N.max()),
             "advantage_min": float(tokens_N.min()),
         }
-    several_B = part_B & (group_count(part_B, inputs.groups_B) > 1)
+    counted_B = inputs.counted_B
+    several_B = counted_B & (group_count(counted_B, inputs.groups_B) > 1)
     if several_B.any():
-        signal_B = groups_with_signal(inputs.scores_B, part_B, inputs.groups_B)
+        signal_B = groups_with_signal(inputs.by_sample(inputs.scores_B), counted_B, inputs.groups_B)
         metrics["rows_in_flat_groups"] = float((~signal_B[several_B]).double().mean())
     return Advantages(advantages_BT, returns_BT, metrics)

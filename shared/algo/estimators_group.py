@@ -1,6 +1,7 @@
 """Estimators that compare the answers to one prompt; each gives a row one advantage for all its tokens.
 
-A row left alone in its group (the others failed) has nothing to be compared with and gets 0; verl keeps its raw score.
+What is compared are samples: one of several rows counts once, and all of its rows get its advantage. A sample
+left alone in its group (the others failed) has nothing to be compared with and gets 0; verl keeps its raw score.
 """
 
 from math import comb
@@ -31,7 +32,7 @@ def grpo(inputs: AdvantageInputs, options: AdvantageOptions) -> Advantages:
     """
     centred_B = centred(inputs.outcomes_B, inputs)
     if options.extra["batch_std"]:
-        centred_B = centred_B / (masked_var(inputs.outcomes_B.double(), inputs.taking_part_B).sqrt() + options.eps)
+        centred_B = centred_B / (masked_var(inputs.outcomes_B.double(), inputs.counted_B).sqrt() + options.eps)
     elif options.normalize_std:
         centred_B = centred_B / _scale(inputs.outcomes_B, inputs, options)
     return finish(spread(centred_B, inputs), inputs)
@@ -47,7 +48,7 @@ def dr_grpo(inputs: AdvantageInputs, options: AdvantageOptions) -> Advantages:
 @register_advantage("rloo", grouped=True)
 @torch.no_grad()
 def rloo(inputs: AdvantageInputs, options: AdvantageOptions) -> Advantages:
-    """R minus the mean of the OTHER rows of its group (arXiv:2402.14740)."""
+    """R minus the mean of the OTHER samples of its group (arXiv:2402.14740)."""
     size_B = group_sizes(inputs)
     return finish(spread(centred(inputs.outcomes_B, inputs) * size_B / (size_B - 1).clamp(min=1), inputs), inputs)
 
@@ -66,6 +67,7 @@ def opo(inputs: AdvantageInputs, options: AdvantageOptions) -> Advantages:
     """R minus the group's mean weighted by length, the variance-optimal baseline (arXiv:2505.23585)."""
     part_B, outcomes_B = inputs.taking_part_B, inputs.outcomes_B.double()
     lengths_B = inputs.active_BT.sum(1).double()
+    # A sample's length is that of its rows together: each of them brings its share.
     total_B = group_sum(lengths_B, part_B, inputs.groups_B).clamp(min=1)
     baseline_B = group_sum(lengths_B * outcomes_B, part_B, inputs.groups_B) / total_B
     return finish(spread(blank(outcomes_B - baseline_B, _compared(inputs)), inputs), inputs)
@@ -74,13 +76,13 @@ def opo(inputs: AdvantageInputs, options: AdvantageOptions) -> Advantages:
 @register_advantage("gpg", grouped=True)
 @torch.no_grad()
 def gpg(inputs: AdvantageInputs, options: AdvantageOptions) -> Advantages:
-    """alpha (R - mean of the group), alpha = B / (B - M) with M rows in groups without signal (arXiv:2504.02546).
+    """alpha (R - mean of the group), alpha = B / (B - M), M of B samples in groups without signal (arXiv:2504.02546).
 
     Follows the paper; verl's alpha is B / (number of rows whose score is not 0).
     """
-    part_B = inputs.taking_part_B
-    signal = int(groups_with_signal(inputs.outcomes_B, part_B, inputs.groups_B).sum())
-    alpha = int(part_B.sum()) / max(signal, 1)
+    counted_B = inputs.counted_B
+    signal = int(groups_with_signal(inputs.outcomes_B, counted_B, inputs.groups_B).sum())
+    alpha = int(counted_B.sum()) / max(signal, 1)
     return finish(spread(alpha * centred(inputs.outcomes_B, inputs), inputs), inputs)
 
 
@@ -89,7 +91,7 @@ def gpg(inputs: AdvantageInputs, options: AdvantageOptions) -> Advantages:
 def gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> Advantages:
     """GRPO's advantage for every score apart, their weighted sum, whitened over the batch (arXiv:2601.05242).
 
-    Weights are `weight_<score>` (default 1). Whitened over rows, (x - mean) / (std + eps), as the paper and TRL;
+    Weights are `weight_<score>` (default 1). Whitened over samples, (x - mean) / (std + eps), as the paper and TRL;
     `whiten_tokens=1` whitens over tokens as verl. A KL penalty in the reward is not part of any score, so it is refused
     (`check_algorithm`): put it into the loss.
     """
@@ -100,24 +102,25 @@ def gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> Advantages:
     if unknown:
         raise ValueError(f"weight for unknown score {sorted(unknown)[0]!r}; scores: {', '.join(inputs.score_parts)}")
     total_B = torch.zeros_like(inputs.scores_B, dtype=torch.float64)
-    for name, part_scores_B in inputs.score_parts.items():
-        inputs.require_finite(f"score_parts[{name!r}]", part_scores_B)
+    for name, row_scores_B in inputs.score_parts.items():
+        inputs.require_finite(f"score_parts[{name!r}]", row_scores_B)
+        part_scores_B = inputs.by_sample(row_scores_B)
         scale_B = _scale(part_scores_B, inputs, options) if options.normalize_std else 1.0
         total_B = total_B + weights.get(name, 1.0) * centred(part_scores_B, inputs) / scale_B
     if options.extra["whiten_tokens"]:
         return finish(maybe_whiten(spread(total_B, inputs), inputs, options), inputs)
     if options.whiten:
-        part_B = inputs.taking_part_B
-        total_B = (total_B - masked_mean(total_B, part_B)) / (masked_var(total_B, part_B).sqrt() + options.eps)
+        counted_B = inputs.counted_B
+        total_B = (total_B - masked_mean(total_B, counted_B)) / (masked_var(total_B, counted_B).sqrt() + options.eps)
     return finish(spread(total_B, inputs), inputs)
 
 
 @register_advantage("grpo_passk", grouped=True, pass_k=0.0)
 @torch.no_grad()
 def grpo_passk(inputs: AdvantageInputs, options: AdvantageOptions) -> Advantages:
-    """What a row adds to the best of k answers, on average over the subsets of k rows of its group that hold it.
+    """What a sample adds to the best of k answers, on average over the subsets of k of its group that hold it.
 
-    A_i = E[max(S) - max(S without i)]. `pass_k=0` takes k = the whole group: the best row gets its lead over the second
+    A_i = E[max(S) - max(S without i)]. `pass_k=0` takes k = the whole group: the best one gets its lead over the second
     best, all others 0 (arXiv:2503.19595, verl's grpo_passk); smaller k is the unbiased estimate of arXiv:2505.15201.
     Divided by the group's std + eps when `normalize_std`.
     """
@@ -125,11 +128,13 @@ def grpo_passk(inputs: AdvantageInputs, options: AdvantageOptions) -> Advantages
     if k == 1 or k < 0:
         raise ValueError(f"option 'pass_k' is {k}; it must be 0 (the whole group) or at least 2")
     outcomes_B, gains_B = inputs.outcomes_B.double(), torch.zeros_like(inputs.outcomes_B, dtype=torch.float64)
-    compared_B = _compared(inputs)
+    compared_B = _compared(inputs) & inputs.counted_B
     for group in torch.unique(inputs.groups_B[compared_B]).tolist():
         rows_N = (compared_B & (inputs.groups_B == group)).nonzero().squeeze(1)
         n = int(sizes_B[rows_N[0]])
         gains_B[rows_N] = _gains(outcomes_B[rows_N], min(k or n, n))
+    if inputs.samples_B is not None:
+        gains_B = group_sum(gains_B, compared_B, inputs.samples_B)
     if options.normalize_std:
         gains_B = gains_B / _scale(inputs.outcomes_B, inputs, options)
     return finish(spread(gains_B, inputs), inputs)
@@ -146,15 +151,15 @@ def _gains(scores_N: Tensor, k: int) -> Tensor:
 
 
 def group_sizes(inputs: AdvantageInputs) -> Tensor:
-    """int64 [B] rows that take part in each row's group.
+    """int64 [B] samples that take part in each row's group.
 
     Raises:
-        ValueError: no group was given a second row.
+        ValueError: no group was given a second sample.
     """
-    given_B = group_count(torch.ones_like(inputs.valid_B), inputs.groups_B)
+    given_B = group_count(inputs.one_of_each(torch.ones_like(inputs.valid_B)), inputs.groups_B)
     if len(given_B) and int(given_B.max()) < 2:
         raise ValueError("group statistics need at least two rows per prompt: set rollout.n >= 2, or another estimator")
-    return group_count(inputs.taking_part_B, inputs.groups_B)
+    return group_count(inputs.counted_B, inputs.groups_B)
 
 
 def _compared(inputs: AdvantageInputs) -> Tensor:
@@ -163,9 +168,9 @@ def _compared(inputs: AdvantageInputs) -> Tensor:
 
 
 def centred(x_B: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """float64 [B] x minus its group's mean; 0 for a row alone."""
-    return blank(x_B.double() - group_mean(x_B, inputs.taking_part_B, inputs.groups_B), _compared(inputs))
+    """float64 [B] x, which is of samples, minus its group's mean; 0 for a sample alone."""
+    return blank(x_B.double() - group_mean(x_B, inputs.counted_B, inputs.groups_B), _compared(inputs))
 
 
 def _scale(x_B: Tensor, inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
-    return group_std(x_B, inputs.taking_part_B, inputs.groups_B) + options.eps
+    return group_std(x_B, inputs.counted_B, inputs.groups_B) + options.eps

@@ -77,6 +77,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, options: AdvantageOptions) -
     sum_v pi_v^2), the squared norm of the score function with respect to the logits. Steps count sampled tokens, so
     tool tokens don't shift them (verl: tir_optimal_token_baseline). `zero_tail` (verl's handle_zero_tail): where only
     one row of the group is left, its baseline is 0 instead of its own return, which would make its advantage 0.
+    A sample's rows that reach the same step count there as one, by their mean W and W G.
     """
     if inputs.old_logprobs_BT is None or inputs.sum_pi_squared_BT is None:
         raise ValueError("advantage 'optimal_token_baseline' needs old log-probs and sum_pi_squared")
@@ -86,10 +87,13 @@ def optimal_token_baseline(inputs: AdvantageInputs, options: AdvantageOptions) -
     paths_BT = blank(energy_BT, active_BT).cumsum(1)
     _, index_B = torch.unique(inputs.groups_B, return_inverse=True)
     cells_BT = _cells(active_BT, index_B)
-    weighted_BT = _sum_cells(paths_BT * returns_BT, active_BT, cells_BT)
-    baseline_BT = weighted_BT / _sum_cells(paths_BT, active_BT, cells_BT).clamp(min=1e-8)
+    shares_BT = _shares(active_BT, inputs.samples_B).to(paths_BT.dtype)
+    weights_BT = paths_BT * shares_BT
+    weighted_BT = _sum_cells(weights_BT * returns_BT, active_BT, cells_BT)
+    baseline_BT = weighted_BT / _sum_cells(weights_BT, active_BT, cells_BT).clamp(min=1e-8)
     if options.extra["zero_tail"]:
-        baseline_BT = blank(baseline_BT, _sum_cells(active_BT.double(), active_BT, cells_BT) > 1)
+        # Shares add up to a whole number of samples, nearly.
+        baseline_BT = blank(baseline_BT, _sum_cells(shares_BT, active_BT, cells_BT) > 1.5)
     advantages_BT = blank(returns_BT.double() - baseline_BT, active_BT & (sizes_B > 1)[:, None])
     return finish(advantages_BT.to(returns_BT.dtype), inputs)
 
@@ -98,6 +102,15 @@ def _cells(active_BT: Tensor, index_B: Tensor) -> Tensor:
     """int64 [B, T]: one number for each (group, step); step is the ordinal of a sampled token in its row."""
     steps_BT = (active_BT.cumsum(1) - 1).clamp(min=0)
     return index_B[:, None] * active_BT.shape[1] + steps_BT
+
+
+def _shares(active_BT: Tensor, samples_B: Tensor | None) -> Tensor:
+    """float64 [B, T] 1 / the number of rows of the row's sample that reach the step."""
+    ones_BT = active_BT.double()
+    if samples_B is None:
+        return ones_BT
+    _, index_B = torch.unique(samples_B, return_inverse=True)
+    return ones_BT / _sum_cells(ones_BT, active_BT, _cells(active_BT, index_B)).clamp(min=1)
 
 
 def _sum_cells(x_BT: Tensor, active_BT: Tensor, cells_BT: Tensor) -> Tensor:

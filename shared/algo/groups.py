@@ -33,6 +33,15 @@ def group_std(x_B: Tensor, part_B: Tensor, groups_B: Tensor) -> Tensor:
     return (group_sum(deviations_B.square(), part_B, groups_B) / (count_B - 1).clamp(min=1)).sqrt()
 
 
+def one_of_each(part_B: Tensor, samples_B: Tensor) -> Tensor:
+    """bool [B]: of the rows of one sample, the first that takes part."""
+    _, index_B = torch.unique(samples_B, return_inverse=True)
+    places_B = torch.arange(len(part_B), device=part_B.device)
+    nowhere_B = torch.full_like(places_B, len(part_B))
+    first_G = nowhere_B.scatter_reduce(0, index_B, torch.where(part_B, places_B, nowhere_B), "amin")
+    return first_G[index_B] == places_B
+
+
 def groups_with_signal(x_B: Tensor, part_B: Tensor, groups_B: Tensor) -> Tensor:
     """bool [B]: rows that take part in a group whose values are not all equal (DAPO's dynamic sampling keeps them)."""
     _, index_B = torch.unique(groups_B, return_inverse=True)

@@ -25,6 +25,11 @@ class RowKey(NamedTuple):
         """The prompt's uid: rows that share it are a group."""
         return self.uid.partition(PART)[0]
 
+    @property
+    def whole(self) -> "RowKey":
+        """Key of the sample that this row is, or is a part of: rows that share it count once in their group."""
+        return RowKey(self.prompt, self.sample)
+
     def part(self, number: int) -> "RowKey":
         """Key of a sample's further row: a conversation may be several. Part 0 is the sample's own key."""
         return RowKey(f"{self.uid}{PART}{number}", self.sample) if number else self

@@ -1,10 +1,12 @@
 """DAPO: prompts whose answers are all equally good teach nothing and are replaced."""
 
 import math
+from statistics import mean
 
 from services.controller.calls import Handle, Result
 from services.controller.flows.base import DataFlow, refuse
 from services.controller.prompts import Prompt
+from shared.batch.columns import RowKey
 from shared.batch.refs import row_keys
 from shared.config import RunConfig
 
@@ -54,9 +56,16 @@ class DAPO(DataFlow):
 
 
 def informative(scored: Result) -> list[str]:
-    """Uids of prompts whose graded answers do not all have the same score, in order."""
+    """Uids of prompts whose graded answers do not all have the same score, in order.
+
+    The score of an answer in several rows (a conversation whose history was rewritten) is their mean.
+    """
     assert scored.ref is not None
-    scores: dict[str, set[float]] = {}
+    answers: dict[RowKey, list[float]] = {}
     for key, score in zip(row_keys(scored.ref), scored.scores, strict=True):
-        scores.setdefault(key.prompt, set()).update([] if math.isnan(score) else [score])
-    return [uid for uid, seen in scores.items() if len(seen) > 1]
+        if not math.isnan(score):
+            answers.setdefault(key.whole, []).append(score)
+    seen: dict[str, set[float]] = {}
+    for key, parts in answers.items():
+        seen.setdefault(key.uid, set()).add(mean(parts))
+    return [uid for uid, scores in seen.items() if len(scores) > 1]

@@ -146,6 +146,17 @@ def test_long_answers_pay() -> None:
     assert metrics["score_mean"] == 1.0, "the metric is what the grader said"
 
 
+def test_a_conversation_in_several_rows_is_one_sample_of_its_group() -> None:
+    """Rewards 0 (one row) and 1 (three rows): mean 1/2 and standard deviation sqrt(1/2), as of two rows."""
+    keys = [RowKey("1:0:0", 0), RowKey("1:0:0", 1), RowKey("1:0:0", 1).part(1), RowKey("1:0:0", 1).part(2)]
+    tokens = [np.array([5, 6])] * 4
+    block = replaced(make_block(keys, tokens, tokens, [np.zeros(2)] * 4), "old_logprobs", [np.zeros(2)] * 4)
+    made, _ = training_batch(graded(block, 0.0, 1.0, 1.0, 1.0), config("algorithm.advantage=grpo"), 0.0)
+    value = 0.5 / (0.5**0.5 + 1e-6)
+    for key, advantages in rows_of(made, "advantages").items():
+        np.testing.assert_allclose(advantages, [value if key.sample else -value] * 2, rtol=1e-6)
+
+
 def test_greedy_rows_are_compared_with_and_not_trained_on() -> None:
     """A prompt whose greedy answer was not graded costs its rows only."""
     rows = [RowKey(f"1:{prompt}:0", sample) for prompt in range(2) for sample in range(3)]

@@ -206,6 +206,13 @@ def test_informative_prompts_are_those_with_differing_valid_scores() -> None:
     assert informative(Result("s", ref, scores=(0, 1, 1, 1, nan, 1, 0.5, 0.25))) == ["a", "d"]
 
 
+def test_informative_prompts_have_differing_samples_and_not_just_differing_rows_of_one() -> None:
+    keys = [("a", 0), ("a|1", 0), ("a", 1), ("b", 0), ("b|1", 0), ("b", 1), ("c", 0), ("c|1", 0)]
+    rows = [common_pb2.RowKey(uid=uid, sample=sample) for uid, sample in keys]
+    ref = batch_pb2.BatchRef(blocks=[batch_pb2.BlockRef(rows=rows, tokens=[1] * 8)])
+    assert informative(Result("s", ref, scores=(0, 1, 0.5, 0, 1, 0.25, 0, 1))) == ["b"]
+
+
 FLOW_FILE = """
 from services.controller.flows.base import DataFlow
 class MyFlow(DataFlow):
