@@ -101,8 +101,10 @@ class VllmRow:
 
     def take(self, output: Any) -> bool:
         """Adds what an output brings; True when the row is done."""
-        for token, values in zip(output.token_ids, output.logprobs or (), strict=True):
-            logprob = values[token].logprob
+        flat = output.logprobs
+        for place, token in enumerate(output.token_ids):
+            # The sampled token's comes first.
+            logprob = flat.logprobs[flat.start_indices[place]]
             if not math.isfinite(logprob):
                 raise EngineError(
                     f"weight version {self._version} gives no finite distribution (row {self.request.uid})"
@@ -111,7 +113,7 @@ class VllmRow:
             self._logprobs.append(logprob)
             self._versions.append(self._version)
             if self.request.params.likely:
-                self._likely.append(_ranked(values)[: self.request.params.likely])
+                self._likely.append(_ranked(flat[place])[: self.request.params.likely])
             if self._watch and self._watch.push(token):
                 self._finish = "stop"
                 return True

@@ -87,6 +87,7 @@ def engine_args(config: RunConfig, length: int) -> dict[str, Any]:
         "enable_sleep_mode": config.rollout.sleep,
         "disable_log_stats": True,
         "worker_extension_cls": "services.rollout.backends.vllm_worker.SextetWorker",
+        "scheduler_cls": "services.rollout.backends.vllm_scheduler.make_scheduler",
         # Compiling for a CPU takes a minute and wins little.
         "enforce_eager": current_platform.is_cpu(),
         **asked,
