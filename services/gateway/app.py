@@ -8,15 +8,15 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
-from typing import Any
 
 import httpx
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from services.gateway.pool import Rollouts
 from shared.gen.sextet.v1 import batch_pb2
 from shared.http import Guard, unless_gone
+from shared.openai import HTTP_HANDLERS, error_body, problem
 
 ATTEMPTS = 3
 """Replicas that a request is tried on: one may have died a moment ago."""
@@ -58,7 +58,7 @@ class Gateway:
                 if answer.status_code not in BUSY:
                     break
         if last is None:
-            return problem(503, NO_POLICY)
+            return problem(NO_POLICY, 503)
         return self._pass_on(*last)
 
     async def one(self, request: Request, session: str) -> Response:
@@ -67,7 +67,7 @@ class Gateway:
         if address := self._rollouts.address(replica):
             with contextlib.suppress(httpx.TransportError):
                 return self._pass_on(replica, await self._send(replica, address, request, await request.body()))
-        return problem(404, f"session {session!r} is lost: its replica {replica!r} is gone", code="session_lost")
+        return problem(f"session {session!r} is lost: its replica {replica!r} is gone", 404, code="session_lost")
 
     async def claim(self, request: Request) -> Response:
         """The next task of whichever replica has one; 204 when none has for so long as the caller waits."""
@@ -75,13 +75,13 @@ class Gateway:
             patience = float(json.loads(await request.body() or b"{}").get("seconds", CLAIM_SECONDS))
             if 0 <= patience <= CLAIM_SECONDS:
                 return await self._claim(request, time.monotonic() + patience)
-        return problem(400, f"seconds: a number from 0 to {CLAIM_SECONDS:g}, or nothing")
+        return problem(f"seconds: a number from 0 to {CLAIM_SECONDS:g}, or nothing", 400)
 
     async def _claim(self, request: Request, until: float) -> Response:
         while True:
             replicas = list(self._rollouts.serving().values())
             if not replicas:
-                return problem(503, NO_POLICY)
+                return problem(NO_POLICY, 503)
             first = next(self._numbers) % len(replicas)
             for place, address in enumerate((*replicas[first:], *replicas[:first]), 1):
                 # All are asked, and the last of them waits a little.
@@ -124,9 +124,10 @@ class Gateway:
                     continue
                 failed.append({"sessions": sessions, **answer.json()})
                 continue
-            failed.append({"sessions": sessions, "error": {"message": f"replica {replica!r} is gone"}})
+            lost = error_body(f"replica {replica!r} is gone", 404, code="session_lost")
+            failed.append({"sessions": sessions, **lost})
         if not batch.blocks:
-            return JSONResponse(failed[0] if failed else {"error": {"message": "sessions is empty"}}, 400)
+            return JSONResponse(failed[0] if failed else error_body("sessions is empty", 400, "sessions"), 400)
         return JSONResponse({**merged, "batch": base64.b64encode(batch.SerializeToString()).decode(), "failed": failed})
 
     def _url(self, address: str, request: Request) -> str:
@@ -164,9 +165,9 @@ class Gateway:
 def make_app(gateway: Gateway, token: str) -> FastAPI:
     """The application: the paths of a rollout's OpenAI face (services/rollout/README.md), behind the token."""
     app = FastAPI(title="Sextet policy", description="The policy in training, as OpenAI's API.", version="1")
-    app.add_middleware(Guard, token=token, refusal=lambda text: problem(401, text, code="invalid_api_key"))
-    app.exception_handler(HTTPException)(_on_http_error)
-    app.exception_handler(404)(_on_http_error)
+    app.add_middleware(Guard, token=token, refusal=lambda text: problem(text, 401, code="invalid_api_key"))
+    for error, handler in HTTP_HANDLERS.items():
+        app.exception_handler(error)(handler)
 
     @app.post("/v1/sessions/export")
     async def export(request: Request) -> Response:
@@ -200,16 +201,6 @@ def make_app(gateway: Gateway, token: str) -> FastAPI:
 _JSON = {"content-type": "application/json"}
 _NAMED = {"sni_hostname": "sextet"}
 """Certificates bear the name sextet, whatever the host (shared/rpc/tls.py)."""
-
-
-def problem(status: int, text: str, code: str | None = None) -> JSONResponse:
-    """An error in OpenAI's shape."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return JSONResponse({"error": {"message": text, "type": kind, "param": None, "code": code}}, status)
-
-
-async def _on_http_error(request: Request, error: Any) -> JSONResponse:
-    return problem(error.status_code, str(error.detail))
 
 
 def _key(body: bytes) -> str:

@@ -11,13 +11,14 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.rollout.openai.endpoint import Job, chat_job, completion_job
-from services.rollout.openai.protocol import HANDLERS, POLICY, ApiError, ChatBody, CompletionBody, problem
+from services.rollout.openai.protocol import HANDLERS, POLICY, ApiError, ChatBody, CompletionBody
 from services.rollout.openai.sessions import Session, Sessions, block_of
 from services.rollout.role import RolloutRole
 from shared.batch import columns
 from shared.batch.store import BatchStore
 from shared.gen.sextet.v1 import batch_pb2
 from shared.http import Guard, unless_gone
+from shared.openai import problem
 from shared.rpc.errors import InvalidArgument, ResourceExhausted
 
 MAX_JOBS = 256

@@ -12,12 +12,13 @@ from typing import Any
 from services.rollout.backend import Sample, SamplingParams
 from services.rollout.openai.answers import TextStream, chat_logprobs, completion_logprobs, usage, version_spans
 from services.rollout.openai.generation import grow
-from services.rollout.openai.protocol import POLICY, ApiError, ChatBody, CompletionBody, Sampling, problem
+from services.rollout.openai.protocol import POLICY, ApiError, ChatBody, CompletionBody, Sampling
 from services.rollout.openai.sessions import Session, said_by
 from services.rollout.role import RolloutRole, Serving
 from services.rollout.text import response_text
 from shared.data.datasets import DataError
 from shared.data.prompts import prompt_ids, prompt_text
+from shared.openai import error_body
 from shared.rpc.errors import SextetError
 from shared.seeds import derive_seed
 
@@ -130,7 +131,7 @@ class Job:
                 yield self._event([], usage=usage(self.prompts, list(self.last.values())))
         except SextetError as error:
             # The status line is gone already: clients look for an error among the events.
-            yield f"data: {bytes(problem(str(error), 503, code=error.code.name.lower()).body).decode()}\n\n"
+            yield f"data: {json.dumps(error_body(str(error), 503, code=error.code.name.lower()))}\n\n"
         yield "data: [DONE]\n\n"
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:

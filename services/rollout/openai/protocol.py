@@ -4,12 +4,13 @@ import json
 from typing import Annotated, Any, Literal
 
 from fastapi import Request
-from fastapi.exceptions import HTTPException, RequestValidationError
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.rollout.backend import MAX_LIKELY
 from shared.http import STATUS
+from shared.openai import HTTP_HANDLERS, problem
 from shared.rpc.errors import SextetError
 
 POLICY = "policy"
@@ -163,13 +164,6 @@ def _with_arguments(call: Any) -> Any:
     return {**call, "function": function}
 
 
-def problem(message: str, status: int, param: str | None = None, code: str | None = None) -> JSONResponse:
-    """An error in OpenAI's shape; its clients choose the exception by the status."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = "server_error" if status >= 500 else kinds.get(status, "invalid_request_error")
-    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status)
-
-
 async def on_api_error(request: Request, error: Any) -> JSONResponse:
     return problem(str(error), error.status, error.param, error.code)
 
@@ -178,10 +172,6 @@ async def on_sextet_error(request: Request, error: Any) -> JSONResponse:
     # What the pool can't do now it may do in a moment: clients try again after a 503.
     status = STATUS.get(error.code, 500)
     return problem(str(error), 503 if status == 409 else status, code=error.code.name.lower())
-
-
-async def on_http_error(request: Request, error: Any) -> JSONResponse:
-    return problem(str(error.detail), error.status_code)
 
 
 async def on_body_error(request: Request, error: Any) -> JSONResponse:
@@ -194,8 +184,6 @@ async def on_body_error(request: Request, error: Any) -> JSONResponse:
 HANDLERS: dict[Any, Any] = {
     ApiError: on_api_error,
     SextetError: on_sextet_error,
-    HTTPException: on_http_error,
-    404: on_http_error,
-    405: on_http_error,
+    **HTTP_HANDLERS,
     RequestValidationError: on_body_error,
 }
