@@ -1,11 +1,14 @@
 """Profiles that people ask for: calls of a role that are recorded in the next steps, and what their ranks have seen."""
 
 import asyncio
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import structlog
 
 from services.controller.replica import Member
 from services.controller.telemetry import PROFILE
@@ -13,7 +16,12 @@ from services.controller.verbs import PROFILED, Verb
 from shared.gen.sextet.v1 import controller_pb2
 from shared.rpc.errors import FailedPrecondition
 
+log = structlog.get_logger()
+
 MAX_STEPS = 10
+"""That one may ask for, and of which a run keeps the traces of a role: those recorded last."""
+_TRACE = re.compile(r"\.?step-(?P<step>\d+)-(?P<role>\w+)\.")
+"""What ranks write (shared/training/profiling.py), and what one that died in the middle of it leaves."""
 Calls = list[controller_pb2.CallProfile]
 Tell = Callable[[str, int, Mapping[str, float]], Awaitable[None]]
 
@@ -93,6 +101,8 @@ class Profiles:
         for call in self._calls:
             numbers = measure(call)
             await self._tell(describe(call, numbers, self._directory), call.step, numbers)
+        if self._calls:
+            await asyncio.to_thread(prune, self._directory)
         for wanted in self._served:
             calls = [call for call in self._calls if call.call.startswith(f"{wanted.role}.")]
             wanted.calls += calls
@@ -106,6 +116,22 @@ class Profiles:
         for wanted in self._wanted:
             wanted.end("the run stopped before the step after this was asked for was done")
         self._wanted = self._served = []
+
+
+def prune(directory: Path) -> None:
+    """Removes traces but those of the MAX_STEPS steps of each role that were recorded last."""
+    steps: dict[str, dict[str, list[Path]]] = defaultdict(lambda: defaultdict(list))
+    for path in directory.glob("*"):
+        if named := _TRACE.match(path.name):
+            steps[named["role"]][named["step"]].append(path)
+    try:
+        for recorded in steps.values():
+            # By time and not by number: a run that goes back to a checkpoint plays steps again.
+            oldest_first = sorted(recorded.values(), key=lambda paths: max(path.stat().st_mtime_ns for path in paths))
+            for path in (path for paths in oldest_first[:-MAX_STEPS] for path in paths):
+                path.unlink()
+    except OSError as error:
+        log.warning("old traces are not removed", directory=str(directory), error=str(error))
 
 
 def measure(call: controller_pb2.CallProfile) -> dict[str, float]:

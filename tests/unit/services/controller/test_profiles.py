@@ -1,6 +1,7 @@
 """Profiles on demand: asked for while a step plays, recorded in the next, told once; and they change nothing."""
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,36 @@ async def test_the_next_step_is_recorded_and_told(fakes: FakeSextet, controller:
     }  # fmt: skip
     # The same weights, to the bit.
     assert exported(record.directory) == undisturbed[0]
+
+
+async def test_a_run_keeps_the_traces_that_were_recorded_last(fakes: FakeSextet, controller: Controller) -> None:
+    await fakes.start(*ALL)
+    reached, go_on = holding(fakes, "actor-0", "update", 1)
+    record = await controller.create("r")
+    await reached.wait()
+    traces = Path(record.directory) / "traces"
+    traces.mkdir()
+
+    def left(step: int, role: str = "actor", age: int = 0) -> set[str]:
+        """A recorded step, older than others."""
+        names = {f"step-{step}-{role}.logprobs-rank-0.json.gz", f"step-{step}-{role}.update-2-rank-1.json.gz"}
+        for name in names | {f".step-{step}-{role}.update-rank-0.json.gz.part"}:
+            (traces / name).write_bytes(b"trace")
+            os.utime(traces / name, (1e9 - age, 1e9 - age))
+        return {path.name for path in traces.glob(f"*step-{step}-{role}.*")}
+
+    # Step 40 was played again after the run had gone back to it from step 60.
+    recorded = [40, *range(60, 49, -1), 9]
+    actor = [left(step, age=place) for place, step in enumerate(recorded)]
+    critic = left(1, "critic", age=99)
+    (traces / "notes.txt").write_text("somebody's own")
+    asked = await ask(controller)
+    go_on.set()
+    await asked
+    await controller.over("r")
+    kept = {path.name for path in traces.iterdir()}
+    assert kept == set().union(*actor[:10], critic, {"notes.txt"})
+    assert len(kept) == 3 * 11 + 1
 
 
 async def test_who_asks_for_more_steps_gets_them_and_who_left_stops_nobody(
