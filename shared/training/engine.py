@@ -19,7 +19,7 @@ from shared.failpoints import hit
 
 from .errors import HalfStepError, NonFiniteError
 from .flops import Work, peak_flops
-from .microbatch import Share, mini_batches, my_micro_batches, row_totals, rows_of
+from .microbatch import Share, enough_memory, mini_batches, my_micro_batches, row_totals, rows_of
 from .models import Policy, ValueModel
 from .optimizer import Optimizer
 from .parallel import ONE, Parallel
@@ -134,8 +134,7 @@ class Engine(Generic[Model]):
         try:
             if self.parallel.pp > 1:
                 assert isinstance(self.model, Scorer)
-                with enough_memory(micros[0]):
-                    play(self.model, micros, forward, self.parallel, train=True)
+                play(self.model, micros, forward, self.parallel, train=True)
             else:
                 for place, micro in enumerate(micros):
                     synchronise_on(self.model, place == len(micros) - 1, self.parallel)
@@ -207,8 +206,7 @@ def map_rows(
 
     if parallel.pp > 1:
         assert model is not None
-        with enough_memory(micros[0]):
-            play(model, micros, score, parallel, train=False)
+        play(model, micros, score, parallel, train=False)
     else:
         for place, micro in enumerate(micros):
             with enough_memory(micro):
@@ -228,22 +226,6 @@ def _of_all_ranks(mine: dict[RowKey, list[np.ndarray]], parallel: Parallel) -> d
         rows = zip(*(column.rows() for column in other.columns.values()), strict=True)
         results |= {key: list(row) for key, row in zip(other.rows, rows, strict=False)}
     return results
-
-
-@contextlib.contextmanager
-def enough_memory(micro: Block) -> Iterator[None]:
-    """Says of a micro-batch that does not fit into memory what to lower, and to how much."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        rows, longest = len(micro), max(row_totals(micro).values())
-        smaller = (
-            f"lower micro_batch_size to {rows // 2} (or set micro_batch_tokens to {rows * longest // 2})"
-            if rows > 1
-            else "its only row is too long: set gradient_checkpointing or parallel.cp, or lower rollout.max_tokens"
-        )
-        why = str(error).partition("\n")[0]
-        raise MemoryError(f"{smaller}: a micro-batch of {rows} x {longest} tokens does not fit: {why}") from error
 
 
 @contextlib.contextmanager

@@ -1,8 +1,11 @@
 """How a step's rows become mini-batches (one optimizer step each) and micro-batches (one pass each)."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import torch
 
 from shared.batch.block import Block, RowKey
 from shared.seeds import derive_seed
@@ -94,3 +97,19 @@ def row_totals(block: Block) -> dict[RowKey, int]:
         return dict(zip(block.rows, block[TOKENS].scalars().tolist(), strict=True))
     prompt_B, response_B = row_lengths(block)
     return dict(zip(block.rows, (prompt_B + response_B).tolist(), strict=True))
+
+
+@contextlib.contextmanager
+def enough_memory(micro: Block) -> Iterator[None]:
+    """Says of a micro-batch that does not fit into memory what to lower, and to how much."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        rows, longest = len(micro), max(row_totals(micro).values())
+        smaller = (
+            f"lower micro_batch_size to {rows // 2} (or set micro_batch_tokens to {rows * longest // 2})"
+            if rows > 1
+            else "its only row is too long: set gradient_checkpointing or parallel.cp, or lower rollout.max_tokens"
+        )
+        why = str(error).partition("\n")[0]
+        raise MemoryError(f"{smaller}: a micro-batch of {rows} x {longest} tokens does not fit: {why}") from error

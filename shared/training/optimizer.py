@@ -116,10 +116,12 @@ class Optimizer:
                 raise CheckpointError(f"optimizer state {key!r} does not belong to this model")
 
     def _first_non_finite(self) -> str:
-        for name, p in self._parameters.items():
-            if p.grad is not None and not torch.isfinite(local(p.grad)).all():
-                return repr(name)
-        return "all parameters together"
+        """The first parameter, in the model's order, whose gradient is not finite on any rank. All ranks together."""
+        numbered = enumerate(self._parameters.items())
+        bad = ((place, name) for place, (name, p) in numbered if p.grad is not None and not _is_finite(p.grad))
+        told = self._parallel.group.exchange(next(bad, None))
+        found = [(rank // self._parallel.each, *said) for rank, said in enumerate(told) if said]
+        return repr(min(found)[2]) if found else "all parameters together"
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
@@ -138,6 +140,10 @@ def over_stages(norm: Tensor, parallel: Parallel) -> Tensor:
         return norm
     norms = parallel.group.exchange(float(norm))[:: parallel.each]
     return torch.tensor(norms, dtype=torch.float64, device=norm.device).norm().to(norm.dtype)
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return bool(torch.isfinite(local(gradient)).all())
 
 
 def _clip(gradients: Sequence[Tensor], limit: float, norm: Tensor) -> None:

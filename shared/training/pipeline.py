@@ -5,18 +5,26 @@ states are padded on the wire: stages compute what there is, and the padding's g
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from shared.batch.block import Block
 
-from .microbatch import row_totals
+from .device import free_memory
+from .microbatch import enough_memory, row_totals
 from .parallel import PP, Parallel
 from .scorer import Scorer
 from .sequences import collate
 from .sharding import device_of, synchronise_on
+
+T = TypeVar("T")
+Gradients = tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]
+"""What a stage's backward pass gives: those of its inputs, and nothing."""
 
 
 def play(
@@ -26,9 +34,17 @@ def play(
 
     Args:
         compute: on the last stage, called with each micro-batch's place; calls the model. To train, its loss.
+
+    Raises:
+        MemoryError: on all ranks, if a pass did not fit on one; only there if it can't keep step (see `_Memory`).
     """
     device = device_of(model, parallel)
     tokens = [_tokens(model, micro, parallel) for micro in micros]
+    width: int = model.backbone().config.hidden_size
+    states = torch.empty(max(tokens), width, dtype=model.dtype, device="meta", requires_grad=train)
+    end = torch.empty(1, device="meta", requires_grad=train)
+    output = end if parallel.is_last else states
+    memory = _Memory(model, parallel)
 
     def run(place: int, arriving_ND: Tensor | None = None) -> Tensor:
         model.arriving_ND = None if arriving_ND is None else arriving_ND[: tokens[place]]
@@ -46,15 +62,16 @@ def play(
             made.register_hook(lambda _: synchronise_on(model, place == len(micros) - 1, parallel))
         return made
 
-    width: int = model.backbone().config.hidden_size
-    states = torch.empty(max(tokens), width, dtype=model.dtype, device="meta", requires_grad=train)
-    end = torch.empty(1, device="meta", requires_grad=train)
-    stage = PipelineStage(
-        _Stage(run), parallel.stage, parallel.pp, device,
+    def forward(place: int, *arriving: Tensor) -> Tensor:
+        made = memory.attempt(micros[place], lambda: run(place, *arriving))
+        return torch.zeros_like(output, device=device, requires_grad=train) if made is None else made
+
+    stage = _Stage(
+        _Forward(forward), parallel.stage, parallel.pp, device,
         # Shapes that are not given would be sent, pickled.
-        input_args=(states,) if parallel.stage else (), output_args=(end,) if parallel.is_last else (states,),
-        group=parallel.mesh[PP].get_group(),
+        input_args=(states,) if parallel.stage else (), output_args=(output,), group=parallel.mesh[PP].get_group(),
     )  # fmt: skip
+    stage.attempt = partial(memory.attempt, micros[0])
     # 1F1B needs a pass for every stage; with fewer, all forward passes come before the first backward pass anyway.
     kind = Schedule1F1B if train and len(micros) >= parallel.pp else ScheduleGPipe
     schedule = kind(stage, len(micros), loss_fn=(lambda loss, _: loss.sum()) if train else None, scale_grads=False)
@@ -64,9 +81,74 @@ def play(
     except RuntimeError as error:
         # What goes wrong in a pass comes in the schedule's words.
         raise error.__cause__ or error from None
+    memory.agree()
 
 
-class _Stage(nn.Module):
+class _Memory:
+    """Whether this rank's memory has sufficed so far.
+
+    Other stages wait for what this one sends. If it is one rank, it goes on with zeros when a pass does not fit,
+    computes nothing more, and says so when all are done. In a larger stage, other ranks are in the middle of a pass
+    with this one, and nothing but their end takes them out of it: there, the error goes on.
+    """
+
+    def __init__(self, model: Scorer, parallel: Parallel) -> None:
+        self._model, self._parallel, self._said = model, parallel, ""
+        # FSDP keeps gradients that are not yet summed where nobody can clear them; older ones can't leave a pass.
+        whole = parallel.config.accumulate == "whole"
+        self._goes_on = parallel.each == 1 and not whole and hasattr(FSDPModule, "reset_iter_state")
+
+    def attempt(self, micro: Block, work: Callable[[], T]) -> T | None:
+        """What a pass results in; None if it did not fit, or an earlier one."""
+        if self._said:
+            return None
+        try:
+            with enough_memory(micro):
+                return work()
+        except MemoryError as error:
+            if not self._goes_on:
+                raise
+            self._said = str(error)
+        # Only now the error's frames are gone, and the tensors that they refer to.
+        self._leave_pass()
+        return None
+
+    def _leave_pass(self) -> None:
+        """Lets go of what is half done."""
+        for p in self._model.parameters():
+            p.grad = None
+        if isinstance(self._model, FSDPModule):
+            self._model.reset_iter_state()
+        free_memory()
+
+    def agree(self) -> None:
+        """Raises MemoryError on all ranks if it did not suffice on one."""
+        for rank, said in enumerate(self._parallel.group.exchange(self._said)):
+            if said:
+                raise MemoryError(f"{said} (rank {rank})")
+
+
+class _Stage(PipelineStage):
+    """Where memory does not suffice for a backward pass, zeros are what goes back."""
+
+    attempt: Callable[[Callable[[], Gradients]], Gradients | None]
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Gradients:
+        def work() -> Gradients:
+            try:
+                return super(_Stage, self).backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            except RuntimeError as error:
+                raise error.__cause__ or error from None
+
+        if (made := self.attempt(work)) is not None:
+            return made
+        values = bwd_kwargs["input_values"]
+        return tuple(torch.zeros_like(value) if value.requires_grad else None for value in values), None
+
+
+class _Forward(nn.Module):
     """What a schedule calls. The model is none of its modules: FSDP is told here, and not there, when to do what."""
 
     def __init__(self, run: Callable[..., Tensor]) -> None:

@@ -1,6 +1,7 @@
 """Stages on ranks of their own give what one process gives: updates, log-probs, values, checkpoints, weights."""
 
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, Granit
 
 from shared.config import ModelConfig, OptimizerConfig, ParallelConfig
 from shared.training.engine import Engine, map_rows, my_shares
-from shared.training.errors import ModelError
+from shared.training.errors import ModelError, NonFiniteError
 from shared.training.export import export, shards_of, weights_of
 from shared.training.flops import Work
 from shared.training.group import ALONE, Group
@@ -165,6 +166,107 @@ def test_stages_keep_publish_and_export_what_one_process_has(tiny_llama: Path, t
     trained = [p for rank in results for p in rank["trained"]]
     for got, parameter in zip(trained, one.model.parameters(), strict=True):
         torch.testing.assert_close(torch.tensor(got), parameter.detach().flatten(), rtol=0, atol=1e-5)
+
+
+FAILURES = [(rank, when, call) for rank in (0, 1) for when in ("forward", "backward") for call in (0, 2)]
+"""The rank whose memory does not suffice, and for which of its passes (the second mini-batch begins with the third)."""
+
+
+def short_of_memory(group: Group, job: dict[str, Any]) -> list[Any]:
+    """Of each failure: what is said, and whether nothing changed. Then: whether training goes on as if all was well."""
+    config = training({"parallel": {"pp": 2}, "micro_batch_size": 2, "checkpointing": job["checkpointing"]})
+    parallel, whole, results = plan_parallel(config.parallel, group, "actor.parallel"), make_block(), []
+    outline = outline_of(whole)
+    engines = [
+        Engine(load_policy(ModelConfig(path=job["model"]), config, parallel), config, seed=3, norm_length=16,
+               parallel=parallel) for _ in range(2)
+    ]  # fmt: skip
+    mine = whole.select(engines[0].my_rows(outline, 1))
+
+    def update(engine: Engine[Any]) -> dict[str, float]:
+        return engine.update(mine, loss_of(engine.model), step=1, outline=outline)
+
+    def scores(engine: Engine[Any]) -> list[float]:
+        (column,) = map_rows(whole, config, partial(score, engine.model), parallel, outline, engine.model)
+        return column.data.tolist()
+
+    failing, other = engines
+    works = [(failure, update) for failure in FAILURES] + [((rank, "forward", 1), scores) for rank in (0, 1)]
+    for (rank, when, call), work in works:
+        before, said = parts(failing), ""
+        with pytest.MonkeyPatch.context() as patch:
+            if group.rank == rank:
+                layer = [layer for layer in failing.model.backbone().layers if not isinstance(layer, Elsewhere)][-1]
+                patch.setattr(layer.mlp, "forward", Short(layer.mlp.forward, when, call))
+            try:
+                work(failing)
+            except MemoryError as error:
+                said = str(error)
+        results.append([said, unchanged(failing, before), all(p.grad is None for p in failing.model.parameters())])
+    for engine in engines:
+        update(engine)
+    return [*results, unchanged(failing, parts(other)) and scores(failing) == scores(other)]
+
+
+class Short:
+    """A module's forward, for one call of which memory does not suffice, or not for its backward pass."""
+
+    def __init__(self, plain: Any, when: str, call: int) -> None:
+        self.plain, self.when, self.left = plain, when, call
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        made, self.left = self.plain(*args), self.left - 1
+        if self.left == -1 and self.when == "forward":
+            self.run_out()
+        if self.left == -1 and made.requires_grad:
+            made.register_hook(self.run_out)
+        return made
+
+    def run_out(self, *_: object) -> None:
+        raise torch.OutOfMemoryError("none left\nmore")
+
+
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_memory_missing_on_one_stage_is_an_error_on_all_and_changes_nothing(
+    tmp_path: Path, checkpointing: bool
+) -> None:
+    model = str(write_tiny_llama(tmp_path / "model", layers=3, tied=False))
+    job = {"model": model, "checkpointing": checkpointing}
+    ranks = run_ranks("tests.unit.shared.training.test_training_pipeline:short_of_memory", 2, job)
+    assert ranks[0] == ranks[1]
+    *failures, same = ranks[0]
+    short = [rank for rank, _, _ in FAILURES] + [0, 1]
+    for rank, (said, unchanged_, clear) in zip(short, failures, strict=True):
+        advice = (
+            r"lower micro_batch_size to 1 \(or set micro_batch_tokens to \d+\): a micro-batch of 2 x \d+ tokens does"
+        )
+        assert re.fullmatch(rf"{advice} not fit: none left \(rank {rank}\)", said)
+        assert unchanged_
+        assert clear
+    assert same, "bit for bit"
+
+
+def first_bad(group: Group, job: dict[str, Any]) -> list[str]:
+    """What is said of gradients that are not finite on the last rank only."""
+    results = []
+    for parallel in ({"pp": 2}, {"dp": 2}):
+        engine = make_engine(job["model"], group, parallel)
+        for name, p in engine.model.named_parameters():
+            p.grad = torch.zeros_like(p)
+            if group.rank and name in ("lm.model.layers.2.mlp.up_proj.weight", "lm.model.norm.weight"):
+                local(p.grad).view(-1)[-1] = torch.inf
+        try:
+            engine.optimizer.step()
+        except NonFiniteError as error:
+            results.append(str(error))
+    return results
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_named(tmp_path: Path) -> None:
+    model = str(write_tiny_llama(tmp_path / "model", layers=3, tied=False))
+    ranks = run_ranks("tests.unit.shared.training.test_training_pipeline:first_bad", 2, {"model": model})
+    said = "the gradient of 'lm.model.layers.2.mlp.up_proj.weight' is not finite at optimizer step 1"
+    assert ranks == [[said] * 2] * 2
 
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
