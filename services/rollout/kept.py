@@ -142,8 +142,11 @@ class Keeper:
         """All that were added are on disk."""
         waiting, self._waiting = self._waiting, []
         if waiting and self._spool:
-            await asyncio.to_thread(self._spool.add, self._place.step, self._place.label, _block(waiting))
+            await asyncio.to_thread(self._write, self._spool, waiting)
         self._flushed = time.monotonic()
+
+    def _write(self, spool: Spool, samples: Sequence[Sample]) -> None:
+        spool.add(self._place.step, self._place.label, _block(samples))
 
 
 def _drawn(request: rollout_pb2.GenerateRequest, place: Place) -> dict[str, int]:

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import os
 import signal
+from typing import Any
 
 import psutil
 import pytest
@@ -16,8 +17,12 @@ from tests.fakes.rollout import collect, requests, rollout_config
 from tests.fakes.tiny import write_tiny_llama
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+
 from services.rollout.backends.vllm import VllmBackend
-from services.rollout.backends.vllm_start import engine_args
+from services.rollout.backends.vllm_start import engine_args, start_engine
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 torch.set_num_threads(1)
@@ -114,6 +119,17 @@ async def test_seeds_hold_in_chunked_prefill(engine):
 async def test_engine_arguments_are_checked_by_name(model, argument, told):
     with pytest.raises(EngineError, match=told):
         engine_args(rollout_config(model, f"rollout.engine_args={{{argument}}}"), 64)
+
+
+def test_a_step_takes_as_many_rows_and_tokens_as_llm_generates(model, monkeypatch) -> None:
+    def configured(_: type, arguments: EngineArgs, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT) -> Any:
+        return arguments.create_engine_config(usage_context).scheduler_config
+
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", classmethod(configured))
+    wanted = EngineArgs(str(model), skip_tokenizer_init=True).create_engine_config(UsageContext.LLM_CLASS)
+    found = start_engine(rollout_config(model), 64)
+    assert found.max_num_seqs == wanted.scheduler_config.max_num_seqs > 128
+    assert found.max_num_batched_tokens == wanted.scheduler_config.max_num_batched_tokens > 2048
 
 
 async def test_unpickling_is_refused(model, monkeypatch):

@@ -4,6 +4,7 @@
 # pyright: reportMissingImports=false
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from services.rollout.backend import EngineError, Finish, Likely, Sample, SampleRequest
@@ -34,6 +35,14 @@ def _ranked(values: Any) -> Likely:
     """vLLM's log-probs at a place; the sampled token, which may be an unlikely one, is among them."""
     ranked = sorted((value.rank, token, value.logprob) for token, value in values.items())
     return tuple((token, logprob) for _, token, logprob in ranked)
+
+
+def _until_stop(tokens: Sequence[int], watch: StopWatch) -> tuple[int, bool]:
+    """How many of these tokens are the row's, and whether the last of them ends it."""
+    for place, token in enumerate(tokens):
+        if watch.push(token):
+            return place + 1, True
+    return len(tokens), False
 
 
 class VllmRow:
@@ -101,27 +110,28 @@ class VllmRow:
 
     def take(self, output: Any) -> bool:
         """Adds what an output brings; True when the row is done."""
-        flat = output.logprobs
-        for place, token in enumerate(output.token_ids):
+        tokens, flat = output.token_ids, output.logprobs
+        count, stopped = _until_stop(tokens, self._watch) if self._watch else (len(tokens), False)
+        if count:
             # The sampled token's comes first.
-            logprob = flat.logprobs[flat.start_indices[place]]
-            if not math.isfinite(logprob):
-                raise EngineError(
-                    f"weight version {self._version} gives no finite distribution (row {self.request.uid})"
-                )
-            self._ids.append(token)
-            self._logprobs.append(logprob)
-            self._versions.append(self._version)
+            self._add(tokens[:count], [flat.logprobs[start] for start in flat.start_indices[:count]])
             if self.request.params.likely:
-                self._likely.append(_ranked(flat[place])[: self.request.params.likely])
-            if self._watch and self._watch.push(token):
-                self._finish = "stop"
-                return True
+                self._likely += [_ranked(flat[place])[: self.request.params.likely] for place in range(count)]
+        if stopped:
+            self._finish = "stop"
+            return True
         if output.finish_reason in ("stop", "length"):
             self._finish = output.finish_reason
         elif output.finish_reason not in (None, "abort"):
             raise EngineError(f"vLLM ended row {self.request.uid} with {output.finish_reason!r}; its own log says why")
         return output.finish_reason is not None
+
+    def _add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        if not all(map(math.isfinite, logprobs)):
+            raise EngineError(f"weight version {self._version} gives no finite distribution (row {self.request.uid})")
+        self._ids += tokens
+        self._logprobs += logprobs
+        self._versions += [self._version] * len(tokens)
 
     def sample(self) -> Sample:
         asked = self.request

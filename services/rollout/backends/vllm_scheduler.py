@@ -2,14 +2,14 @@
 
 vLLM sends every token of every row by itself from its engine to the process that asked for it, with three small arrays
 for its log-probs. With a small model that takes as long as computing the tokens. Nobody looks at a row of ours before
-it is done, unless it has stop strings, so its tokens go in bundles.
+it is done, unless it has stop strings, so its tokens go in bundles, and log-probs are cut into rows only then.
 """
 
 # vLLM is an extra: most environments that check types do not have it.
 # pyright: reportMissingImports=false
 
-import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,63 +21,83 @@ from vllm.v1.outputs import LogprobsLists
 
 BUNDLE = 16
 """Tokens of a row that travel together. An aborted row loses those that have not left yet: at most one less."""
-_SIZE = len(EngineCoreOutput.__struct_defaults__)
-_DEFAULTS = dict(zip(EngineCoreOutput.__struct_fields__[-_SIZE:], EngineCoreOutput.__struct_defaults__, strict=True))
-_NOTHING = {name: default for name, default in _DEFAULTS.items() if name != "new_logprobs"}
-"""What an output may bring besides its row's name, tokens and log-probs, with the values that say that it does not."""
-_others = operator.attrgetter(*_NOTHING)
+_PER_TOKEN = {"routed_experts", "new_sampling_mask"} & set(EngineCoreOutput.__struct_fields__)
+"""What else an output may bring of its token, by vLLM's version, if the engine is told to."""
+
+
+@dataclass
+class _Waiting:
+    """What has not left yet of a row: tokens, and the log-prob of each."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def go_with(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        """The row's last output with all of it."""
+        output.new_token_ids = self.tokens
+        if self.tokens:
+            # Ranks tell apart several log-probs of a token: there is one.
+            columns = np.array(self.tokens)[:, None], np.array(self.logprobs, np.float32)[:, None]
+            output.new_logprobs = LogprobsLists(*columns, np.ones(len(self.tokens), np.int64))
+        self.tokens, self.logprobs = [], []
+        return output
 
 
 class _InBundles:
-    """Mixed into a scheduler of vLLM's."""
+    """Mixed into a scheduler of vLLM's. All rows are to ask for log-probs."""
 
     requests: Mapping[str, Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._held: dict[str, list[EngineCoreOutput]] = {}
+        self._waiting: dict[str, _Waiting] = {}
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
-        """What vLLM's gives, by client, less the outputs that wait for more of their row."""
-        everything = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        """What vLLM's gives, by client, less what waits for more of its row."""
+        # vLLM would make three arrays of them for each row.
+        logprobs, model_runner_output.logprobs = model_runner_output.logprobs, None
+        everything = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for outputs in everything.values():
-            outputs.outputs = [whole for output in outputs.outputs if (whole := self._take(output))]
-        for aborted in self._held.keys() - self.requests.keys():
-            del self._held[aborted]
+            outputs.outputs = list(self._leaving(outputs.outputs, model_runner_output.req_id_to_index, logprobs))
+        for aborted in self._waiting.keys() - self.requests.keys():
+            del self._waiting[aborted]
         return {
             client: outputs
             for client, outputs in everything.items()
             if outputs.outputs or outputs.scheduler_stats or outputs.finished_requests
         }
 
-    def _take(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        """All that waits of this output's row, if that goes now."""
-        held = self._held.setdefault(output.request_id, [])
-        held.append(output)
-        if len(held) < BUNDLE and self._can_wait(output):
-            return None
-        return _joined(self._held.pop(output.request_id))
+    def _leaving(
+        self, outputs: Sequence[EngineCoreOutput], places: Mapping[str, int], logprobs: LogprobsLists | None
+    ) -> Iterator[EngineCoreOutput]:
+        # Once for all rows: this loop has about as long for a row as the GPU has for its token.
+        sampled = [] if logprobs is None else logprobs.logprobs[:, 0].tolist()
+        for output in outputs:
+            row = self._waiting.get(output.request_id)
+            if row is None:
+                if logprobs is not None and output.new_token_ids:
+                    place = places[output.request_id]
+                    output.new_logprobs = logprobs.slice_request(place, len(output.new_token_ids))
+                if self._can_wait(output):
+                    self._waiting[output.request_id] = _Waiting()
+                yield output
+                continue
+            if output.new_token_ids:
+                row.tokens += output.new_token_ids
+                row.logprobs.append(sampled[places[output.request_id]])
+            if len(row.tokens) >= BUNDLE or output.finish_reason is not None or output.events is not None:
+                yield row.go_with(output)
 
     def _can_wait(self, output: EngineCoreOutput) -> bool:
+        """Whether what comes after a row's first output, this one, may wait."""
         request = self.requests.get(output.request_id)
         params = request and request.sampling_params
         return (
             params is not None
             and params.output_kind == RequestOutputKind.FINAL_ONLY
-            and all(map(operator.is_, _others(output), _NOTHING.values()))
+            and params.logprobs == 0
+            and all(getattr(output, name) is None for name in _PER_TOKEN)
         )
-
-
-def _joined(outputs: list[EngineCoreOutput]) -> EngineCoreOutput:
-    """A row's outputs as one: the last, with the tokens and log-probs of all."""
-    if len(outputs) == 1:
-        return outputs[0]
-    whole = outputs[-1]
-    whole.new_token_ids = [token for output in outputs for token in output.new_token_ids]
-    logprobs = [output.new_logprobs[:3] for output in outputs if output.new_logprobs is not None]
-    if logprobs:
-        whole.new_logprobs = LogprobsLists(*(np.concatenate(parts) for parts in zip(*logprobs, strict=True)))
-    return whole
 
 
 class BundlingScheduler(_InBundles, Scheduler):

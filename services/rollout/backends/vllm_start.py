@@ -105,10 +105,12 @@ def start_engine(config: RunConfig, length: int) -> Any:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = engine_args(config, length)
     try:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        # vLLM's defaults for batches (of LLM.generate): rows and tokens of a step. Its others are for few rows at once.
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
     except Exception as error:
         raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}; its own log says more") from error

@@ -1,4 +1,4 @@
-"""A row's tokens leave vLLM's engine in bundles: nothing is lost, doubled or late."""
+"""A row's tokens leave vLLM's engine in bundles: nothing is lost, doubled or late, each with its log-prob."""
 
 from types import SimpleNamespace
 
@@ -12,85 +12,114 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from services.rollout.backends.vllm_scheduler import (
-    BUNDLE,
-    BundlingAsyncScheduler,
-    BundlingScheduler,
-    _InBundles,
-)
+from services.rollout.backends.vllm_scheduler import BUNDLE, BundlingAsyncScheduler, BundlingScheduler, _InBundles
+
+WAITS, LOOKED_AT = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
 
 
 class FakeScheduler:
-    """What vLLM's scheduler gives, one script of outputs a step."""
+    """What vLLM's scheduler gives: an output for each (row, token, rest) of the model runner's step."""
 
-    def __init__(self, kinds):
-        self.requests = {
-            name: SimpleNamespace(sampling_params=SimpleNamespace(output_kind=kind)) for name, kind in kinds.items()
-        }
-        self.script = []
+    def __init__(self, **kinds):
+        self.requests = {name: _request(kind) for name, kind in kinds.items()}
 
-    def update_from_output(self):
-        return {0: EngineCoreOutputs(outputs=self.script.pop(0))}
+    def update_from_output(self, step, model_runner_output):
+        assert model_runner_output.logprobs is None
+        outputs = [EngineCoreOutput(name, [] if token is None else [token], **rest) for name, token, rest in step]
+        for name, _, rest in step:
+            if "finish_reason" in rest:
+                del self.requests[name]
+        return {0: EngineCoreOutputs(outputs=outputs)}
 
 
 class Bundling(_InBundles, FakeScheduler):
-    pass
+    def play(self, *steps):
+        """(step, row, tokens, log-probs, finish reason) of everything that goes."""
+        return [
+            (number, out.request_id, out.new_token_ids, _logprobs(out), out.finish_reason)
+            for number, step in enumerate(steps)
+            for outputs in self.update_from_output(step, _computed(step)).values()
+            for out in outputs.outputs
+        ]
 
 
-def _output(name, token, **more):
-    logprobs = LogprobsLists(np.array([[token]]), np.array([[-token / 8]], np.float32), np.array([token + 1]))
-    return EngineCoreOutput(name, [token], new_logprobs=logprobs, **more)
+def _request(kind, logprobs=0):
+    return SimpleNamespace(sampling_params=SimpleNamespace(output_kind=kind, logprobs=logprobs))
 
 
-def _play(scheduler, script):
-    """(step, row, tokens, log-probs, finish reason) of everything that goes."""
-    scheduler.script = script
-    return [
-        (step, out.request_id, out.new_token_ids, out.new_logprobs.logprobs[:, 0].tolist(), out.finish_reason)
-        for step in range(len(script))
-        for outputs in scheduler.update_from_output().values()
-        for out in outputs.outputs
-    ]
+def _computed(step):
+    """The model runner's: rows in another order, and a log-prob that tells its token."""
+    rows = [(name, token or 0) for name, token, _ in step][::-1]
+    tokens = np.array([[token, 0] for _, token in rows])
+    logprobs = LogprobsLists(tokens, -tokens.astype(np.float32) / 8, np.array([3] * len(rows)))
+    return SimpleNamespace(logprobs=logprobs, req_id_to_index={name: k for k, (name, _) in enumerate(rows)})
 
 
-def _expected(step, name, tokens, reason=None):
+def _logprobs(output):
+    return [] if output.new_logprobs is None else output.new_logprobs.logprobs[:, 0].tolist()
+
+
+def _went(step, name, tokens, reason=None):
     return step, name, list(tokens), [-token / 8 for token in tokens], reason
+
+
+def _row(name, token, **rest):
+    return name, token, rest
 
 
 def test_the_first_token_goes_at_once_the_others_in_bundles_and_the_last_with_what_is_left():
     count = 1 + BUNDLE + 3
-    script = [[_output("a", 0, prefill_stats=object())], *([_output("a", k)] for k in range(1, count - 1))]
-    script.append([_output("a", count - 1, finish_reason=FinishReason.LENGTH)])
-    assert _play(Bundling({"a": RequestOutputKind.FINAL_ONLY}), script) == [
-        _expected(0, "a", [0]),
-        _expected(BUNDLE, "a", range(1, BUNDLE + 1)),
-        _expected(count - 1, "a", range(BUNDLE + 1, count), FinishReason.LENGTH),
+    steps = [[_row("a", k), _row("b", 100 + k)] for k in range(count - 1)]
+    steps.append([_row("a", count - 1, finish_reason=FinishReason.LENGTH), _row("b", 100 + count - 1)])
+    scheduler = Bundling(a=WAITS, b=WAITS)
+    assert scheduler.play(*steps) == [
+        _went(0, "a", [0]),
+        _went(0, "b", [100]),
+        _went(BUNDLE, "a", range(1, BUNDLE + 1)),
+        _went(BUNDLE, "b", range(101, BUNDLE + 101)),
+        _went(count - 1, "a", range(BUNDLE + 1, count), FinishReason.LENGTH),
+    ]
+    assert list(scheduler._waiting) == ["b"]
+
+
+def test_a_row_that_is_looked_at_or_wants_more_log_probs_does_not_wait():
+    scheduler = Bundling(a=LOOKED_AT, b=WAITS, c=WAITS)
+    scheduler.requests["c"] = _request(WAITS, logprobs=2)
+    found = scheduler.play(*([_row("a", k), _row("b", 10 + k), _row("c", 20 + k)] for k in range(3)))
+    assert found == [_went(0, "a", [0]), _went(0, "b", [10]), _went(0, "c", [20])] + [
+        _went(k, name, [first + k]) for k in (1, 2) for name, first in (("a", 0), ("c", 20))
     ]
 
 
-def test_a_row_that_is_looked_at_while_it_is_made_does_not_wait():
-    kinds = {"a": RequestOutputKind.DELTA, "b": RequestOutputKind.FINAL_ONLY}
-    script = [[_output("a", k), _output("b", 10 + k)] for k in range(3)]
-    assert _play(Bundling(kinds), script) == [_expected(k, "a", [k]) for k in range(3)]
+def test_a_row_that_ends_with_its_first_token():
+    scheduler = Bundling(a=WAITS)
+    assert scheduler.play([_row("a", 7, finish_reason=FinishReason.STOP)]) == [_went(0, "a", [7], FinishReason.STOP)]
+    assert scheduler._waiting == {}
 
 
-def test_what_else_an_output_brings_does_not_wait_nor_what_came_before_it():
-    script = [[_output("a", 0)], [_output("a", 1)], [_output("a", 2, num_nans_in_logits=1)]]
-    assert _play(Bundling({"a": RequestOutputKind.FINAL_ONLY}), script) == [_expected(2, "a", [0, 1, 2])]
+def test_a_row_that_fails_without_a_token_brings_what_waited():
+    found = Bundling(a=WAITS).play([_row("a", 0)], [_row("a", 1)], [_row("a", None, finish_reason=FinishReason.ERROR)])
+    assert found == [_went(0, "a", [0]), _went(2, "a", [1], FinishReason.ERROR)]
+
+
+def test_what_vllm_has_to_say_of_a_row_does_not_wait():
+    found = Bundling(a=WAITS).play([_row("a", 0)], [_row("a", 1)], [_row("a", 2, events=[])])
+    assert found == [_went(0, "a", [0]), _went(2, "a", [1, 2])]
 
 
 def test_what_waits_of_an_aborted_row_is_forgotten():
-    scheduler = Bundling(dict.fromkeys("ab", RequestOutputKind.FINAL_ONLY))
-    _play(scheduler, [[_output("a", 0), _output("b", 5)]])
+    scheduler = Bundling(a=WAITS, b=WAITS)
+    scheduler.play([_row("a", 0), _row("b", 5)], [_row("a", 1), _row("b", 6)])
     del scheduler.requests["a"]
-    _play(scheduler, [[_output("b", 6)]])
-    assert list(scheduler._held) == ["b"]
+    scheduler.play([_row("b", 7)])
+    assert list(scheduler._waiting) == ["b"]
 
 
 def test_nothing_is_sent_of_a_step_in_which_all_rows_wait():
-    scheduler = Bundling({"a": RequestOutputKind.FINAL_ONLY})
-    scheduler.script = [[_output("a", 0)]]
-    assert scheduler.update_from_output() == {}
+    scheduler = Bundling(a=WAITS)
+    scheduler.play([_row("a", 0)])
+    step = [_row("a", 1)]
+    assert scheduler.update_from_output(step, _computed(step)) == {}
 
 
 def test_they_are_vllms_own_schedulers():
