@@ -79,8 +79,8 @@ class RolloutConfig(Section):
     slots: Positive = 16
     """hf engine: rows decoded together; the shape is fixed, so that a row's tokens do not depend on its neighbours."""
     sleep: bool = False
-    """vllm engine on a GPU that the actor uses, too: while no rows are in progress, the weights are in main memory and
-    there is no KV cache. See docs/weights.md."""
+    """vllm engine on a GPU that the actor uses, too: while no call for a step's rows is in progress, the weights are in
+    main memory and there is no KV cache, and requests over the endpoint wait. See docs/weights.md."""
     engine_args: dict[str, Any] = {}
     """vllm engine: further engine arguments, checked by name when the engine starts."""
 

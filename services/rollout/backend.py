@@ -4,6 +4,7 @@ Law 5: an engine takes token ids and gives token ids; text is made of them after
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -130,6 +131,14 @@ class GenerationBackend(Protocol):
 
         Raises:
             EngineError: this model, device or configuration is not one for this engine.
+        """
+        ...
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """The run's step samples meanwhile: by `generate`, or by what agents ask over the endpoint.
+
+        An engine that shares its GPU stays awake between these rows, and sleeps before the turn ends (of turns that
+        overlap, the last). Rows that come later wait, for the next turn or for the commit of a version.
         """
         ...
 

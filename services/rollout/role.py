@@ -151,15 +151,16 @@ class RolloutRole:
         place = Place(request.operation.id.step, self.version(), request.greedy)
         if loaded.config.rollout.agents:
             rows = list(zip(wanted, examples, strict=True))
-            return await self._converse(loaded, request, place, rows)
+            return await self._converse(loaded, backend, request, place, rows)
         keeper = self.kept.keeper(request, place)
         found = {(sample.uid, sample.sample): sample for sample in await self.kept.find(place, wanted, request)}
         with self._queued(len(wanted)):
             try:
-                async for sample in backend.generate([row for row in wanted if (row.uid, row.sample) not in found]):
-                    found[sample.uid, sample.sample] = told_apart(sample, params, loaded.facts.context)
-                    await keeper.add(found[sample.uid, sample.sample])
-                    await hit_async("rollout.sample")
+                async with backend.turn():
+                    async for sample in backend.generate([row for row in wanted if (row.uid, row.sample) not in found]):
+                        found[sample.uid, sample.sample] = told_apart(sample, params, loaded.facts.context)
+                        await keeper.add(found[sample.uid, sample.sample])
+                        await hit_async("rollout.sample")
                 await keeper.flush()
             except EngineError as error:
                 fault = await backend.health()
@@ -179,6 +180,7 @@ class RolloutRole:
     async def _converse(
         self,
         loaded: _Run,
+        backend: GenerationBackend,
         request: rollout_pb2.GenerateRequest,
         place: Place,
         rows: list[tuple[SampleRequest, PromptExample]],
@@ -186,7 +188,8 @@ class RolloutRole:
         tokenizer, patience = loaded.prompts.tokenizer, loaded.config.rollout.agent_timeout
         with self._queued(len(rows)):
             try:
-                made = await self._conversations.generate(request, place, rows, tokenizer, patience)
+                async with backend.turn():
+                    made = await self._conversations.generate(request, place, rows, tokenizer, patience)
             except EngineError as error:
                 raise FailedPrecondition(str(error)) from error
         for part in ("prompt", "response"):

@@ -40,8 +40,12 @@ async def test_asleep_it_frees_the_gpu_and_comes_back_in_stages(tmp_path):
     try:
         total, free = torch.cuda.mem_get_info()[1], []
 
+        async def turn() -> dict:
+            async with engine.turn():
+                return await collect(engine.generate(GREEDY))
+
         async def greedy() -> dict:
-            answers = await collect(engine.generate(GREEDY))
+            answers = await turn()
             free.append(torch.cuda.mem_get_info()[0])
             return {key: (sample.response_ids, sample.logprobs) for key, sample in answers.items()}
 
@@ -63,7 +67,19 @@ async def test_asleep_it_frees_the_gpu_and_comes_back_in_stages(tmp_path):
         changed = await greedy()
         assert not same(changed, first)
         assert same(await greedy(), changed)
-        overlapping = await asyncio.gather(*(collect(engine.generate(GREEDY)) for _ in range(3)))
+        overlapping = await asyncio.gather(*(turn() for _ in range(3)))
         assert all(len(found) == len(GREEDY) for found in overlapping)
+        # Somebody asks over the endpoint while the actor has the memory, and an agent thinks between two of its turns.
+        asked = asyncio.create_task(collect(engine.generate(GREEDY)))
+        await asyncio.sleep(3)
+        assert torch.cuda.mem_get_info()[0] > 0.9 * total
+        async with engine.turn():
+            await asked
+            assert torch.cuda.mem_get_info()[0] < 0.8 * total
+            await asyncio.sleep(1)
+            assert await engine.health() == ""
+            await collect(engine.generate(GREEDY))
+            assert torch.cuda.mem_get_info()[0] < 0.8 * total
+        assert torch.cuda.mem_get_info()[0] > 0.9 * total
     finally:
         await engine.release()

@@ -4,6 +4,7 @@ One thread owns the model. Everything that touches it is queued there, so calls 
 """
 
 import asyncio
+import contextlib
 import gc
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,9 @@ class HfBackend:
     async def configure(self, config: RunConfig, tokenizer: Any, prompt_tokens: int) -> EngineFacts:
         await self.release()
         return await self._compute(self._load, config, tokenizer, prompt_tokens)
+
+    def turn(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
 
     async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[Sample]:
         while not self._open.is_set():

@@ -75,12 +75,15 @@ class VllmBackend:
             self._resumes_by_position = runner == "v2"
             # The first batch is slow: it is made before anybody waits for it.
             await self._slowly(self._token(self._engine))
-            await self._sleep.rest()
+            await self._sleep.end()
         except EngineError:
             await self.release()
             raise
         facts = {"dtype": config.model.dtype, "vllm": _version(), "runner": runner}
         return EngineFacts("vllm", self._length, os.environ.get("VLLM_BATCH_INVARIANT") == "1", facts)
+
+    def turn(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return self._sleep.turn()
 
     async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[Sample]:
         async with self._sleep.sampling():
@@ -135,11 +138,13 @@ class VllmBackend:
             self._open.clear()
             try:
                 await self._idle.wait()
-                await self._load(engine, self._prepared)
+                with self._sleep.used():
+                    await self._load(engine, self._prepared)
             finally:
                 self._open.set()
             self._version = version
             self._discard()
+            self._sleep.begin()
 
     async def abort(self) -> None:
         # A row may be on its way in: it is told until it has heard.
@@ -158,7 +163,8 @@ class VllmBackend:
                 # A token of its own would queue behind the rows in progress.
                 await self._ping(self._engine)
             else:
-                await self._answer(self._token(self._engine))
+                with self._sleep.used():
+                    await self._answer(self._token(self._engine))
         except EngineError as error:
             return str(error)
         return ""
@@ -166,6 +172,7 @@ class VllmBackend:
     async def release(self) -> None:
         engine, self._engine, self._fault = self._engine, None, ""
         self._discard()
+        self._sleep.over()
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
 

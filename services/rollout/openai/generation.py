@@ -59,7 +59,8 @@ async def grow(
                     yield Grown(sample.sample, sample, ended)
                 piece = min(2 * piece, PIECE)
     except TimeoutError:
-        raise DeadlineExceeded(f"not done after {ROW_SECONDS:g} s: ask for fewer tokens") from None
+        turns = ", or when the actor does not have the GPU (rollout.sleep)" if serving.config.rollout.sleep else ""
+        raise DeadlineExceeded(f"not done after {ROW_SECONDS:g} s: ask for fewer tokens{turns}") from None
     except EngineError as error:
         raise Unavailable(f"the engine: {error}") from error
 

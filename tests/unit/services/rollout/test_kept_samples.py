@@ -1,5 +1,6 @@
 """Finished samples are drawn once, whatever the engine: here one that answers differently every time."""
 
+import contextlib
 import json
 import secrets
 from collections.abc import AsyncIterator, Sequence
@@ -32,6 +33,9 @@ class FakeDice:
 
     async def configure(self, *_: Any) -> EngineFacts:
         return EngineFacts("fake", 64, False, {})
+
+    def turn(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
 
     async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[Sample]:
         for row in requests:
