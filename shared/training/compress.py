@@ -5,6 +5,7 @@ element is off by at most 1/254 of that. Results stay exact; gradients are those
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,27 +34,42 @@ class Codes:
     def of(cls, values: Tensor) -> "Codes":
         """Rounds to the nearest of 255 steps of each block."""
         flat = values.detach().reshape(-1)
-        blocks_GB = F.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK).float()
-        scales_G1 = blocks_GB.abs().amax(1, keepdim=True) / 127
-        codes_GB = (blocks_GB / scales_G1.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
-        return cls(codes_GB, scales_G1, values.dtype)
+        if missing := -flat.numel() % BLOCK:
+            flat = F.pad(flat, (0, missing))
+        blocks_GB = flat.view(-1, BLOCK)
+        largest_G1 = blocks_GB.abs().amax(1, keepdim=True).float()
+        # One operation scales and rounds, as float16 has no fractions here. Its last byte is the step as int8; where a
+        # block has nothing but zeros, or something that is not finite, any will do.
+        rounded_GB = torch.empty_like(blocks_GB, dtype=torch.float16)
+        torch.addcdiv(_middle(flat.device), blocks_GB, largest_G1, value=127, out=rounded_GB)
+        return cls(rounded_GB.view(torch.int16).to(torch.int8), largest_G1.div_(127), values.dtype)
 
     def values(self, shape: Sequence[int]) -> Tensor:
         """The tensor again, contiguous."""
-        flat = (self.codes_GB * self.scales_G1).to(self.dtype).view(-1)
+        blocks_GB = torch.empty_like(self.codes_GB, dtype=self.dtype)
+        flat = torch.mul(self.codes_GB, self.scales_G1, out=blocks_GB).view(-1)
         return flat[: torch.Size(shape).numel()].view(*shape)
+
+
+@functools.cache
+def _middle(device: torch.device) -> Tensor:
+    """A multiple of 256 in the middle of the float16 numbers whose last bit is 1."""
+    return torch.tensor(1536.0, device=device)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What stands for a saved tensor: its codes, its shape here and, where it is cut over ranks, how."""
+    """What stands for a saved tensor: its codes, how it lies in memory and, where it is cut over ranks, how."""
 
     codes: Codes
     shape: torch.Size
+    """Here, with dimensions in the order in which they lie."""
+    order: list[int]
+    """For each dimension of the tensor, its place in `shape`."""
     layout: tuple[Any, ...] | None
 
     def tensor(self) -> Tensor:
-        part = self.codes.values(self.shape)
+        part = self.codes.values(self.shape).permute(self.order)
         if self.layout is None:
             return part
         mesh, placements, shape, stride = self.layout
@@ -81,12 +97,15 @@ def activations_in_8_bits(model: nn.Module, tokens: int, head_dim: int) -> Itera
         layout = None
         if isinstance(tensor, DTensor):
             layout = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
-        order = part.numel() if part.is_contiguous() else (part.shape, part.stride())
-        key = part.storage_offset(), order, part.dtype, part._version
+        # As it lies in memory: views that are nothing but other orders of its dimensions are one tensor.
+        outwards = sorted(range(part.ndim), key=part.stride, reverse=True)
+        lying = part.permute(outwards)
+        extent = lying.numel() if lying.is_contiguous() else (lying.shape, lying.stride())
+        key = part.storage_offset(), extent, part.dtype, part._version
         known = seen.setdefault(StorageWeakRef(part.untyped_storage()), {})
         if key not in known:
-            known[key] = Codes.of(part)
-        return Stored(known[key], part.shape, layout)
+            known[key] = Codes.of(lying)
+        return Stored(known[key], lying.shape, sorted(range(part.ndim), key=outwards.__getitem__), layout)
 
     def restore(kept: Tensor | Stored) -> Tensor:
         return kept.tensor() if isinstance(kept, Stored) else kept
