@@ -161,7 +161,6 @@ class RolloutRole:
                         found[sample.uid, sample.sample] = told_apart(sample, params, loaded.facts.context)
                         await keeper.add(found[sample.uid, sample.sample])
                         await hit_async("rollout.sample")
-                await keeper.flush()
             except EngineError as error:
                 fault = await backend.health()
                 # An engine that was released meanwhile says nothing about the one that took its place.
@@ -171,7 +170,8 @@ class RolloutRole:
         samples = [found[row.uid, row.sample] for row in wanted]
         before = [len(row.partial.response_ids) if row.partial else 0 for row in wanted]
         _count(samples, before)
-        block = await asyncio.to_thread(block_of, samples, examples, loaded.prompts.tokenizer, params)
+        making = asyncio.to_thread(block_of, samples, examples, loaded.prompts.tokenizer, params)
+        block, _ = await asyncio.gather(making, keeper.flush())
         oldest = [min(sample.versions, default=self.version()) for sample in samples]
         cut = [place for place, sample in enumerate(samples) if sample.finish == "aborted"]
         metrics = metrics_of(samples, before, time.monotonic() - started)
