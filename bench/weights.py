@@ -157,6 +157,7 @@ class Bench:
         self.row(shape, "receiver's digests", nbytes, statistics.median(found["seconds"]["sums"]))
         self.pause(shape, f"wire ({self.wire})", answer, nbytes)
         self.overlap(shape, answer, statistics.median(found["seconds"]["transfer"]))
+        self.parts(shape, self.agreement(shape, [held], [self.whole(3, sees=())], False), nbytes)
         if self.on_gpu:
             answer = self.agreement(shape, [held], [self.whole(3, sees=())], False, bucket_mib=256)
             [found] = self.play(answer, [0], [3], self.options.times + 1)
@@ -172,6 +173,17 @@ class Bench:
         note = "only what changed: one layer; the rest is there"
         self.row(shape, f"wire ({self.wire})", sent, statistics.median(found["seconds"]["transfer"]), note=note)
         self.processes[3].ask("free")
+
+    def parts(self, shape: str, answer: weights_pb2.JoinResponse, nbytes: int) -> None:
+        """What the wire's time is made of, on either side."""
+        text = packed(answer)
+        tells = [self.processes[p].tell("parts", answer=text, rank=n) for n, p in enumerate((0, 3))]
+        for side, found in zip(("sender", "receiver"), [tell() for tell in tells], strict=True):
+            note = f"{found['broadcasts']} broadcasts, the first called after {found['first']:.2f} ms, all after "
+            note += f"{found['called']:.2f}; copies {found['copies']:.2f} ms, wire {found['wire']:.2f}, calls "
+            note += f"{found['calls']:.2f}, late {found['late']:.2f}"
+            note += f"; NCCL's kernels {found['kernels']:.2f} ms" if self.on_gpu else ""
+            self.row(shape, f"parts of the wire: {side}", nbytes, found["seconds"], note=note)
 
     def overlap(self, shape: str, answer: weights_pb2.JoinResponse, transfer: float) -> None:
         """What the actor's training sees of a sync that goes on beside it."""

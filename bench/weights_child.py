@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.weights_parts import Parts
 from bench.weights_shapes import shapes_of
 from shared.gen.sextet.v1 import weights_pb2
 from shared.rpc.memory import keep_freed_memory
@@ -117,6 +118,21 @@ class Child:
             "pieces": [packed(piece) for piece in self.pieces],
             "beside": max(0, self._peak() - before - own),
         }
+
+    def parts(self, answer: str, rank: int) -> dict[str, Any]:
+        """What a transfer's time is made of here, on the group's third transfer."""
+        parts, key = Parts(self.device), "TORCH_NCCL_ENABLE_TIMING"
+        # Read when the group is made; the other transfers go untimed.
+        os.environ[key] = "1"
+        try:
+            with parts.watched():
+                if rank:
+                    self.receive(answer, rank, 3)
+                else:
+                    self.send(answer, rank, 3)
+        finally:
+            del os.environ[key]
+        return {"seconds": self.part.seconds["transfer"], **parts.found()}
 
     def train(self, answer: str, rank: int) -> dict[str, Any]:
         """Steps of a small training loop alone, then for as long as a version is being sent beside them."""

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,9 @@ from shared.gen.sextet.v1 import weights_pb2
 from shared.weights.agreement import digests_of
 from shared.weights.digest import Fingerprint, dtype_name, on_host, raw_bytes, tensor_digest, tied, total_digest
 from shared.weights.layout import local_part
+from shared.weights.schedule import ALIGNMENT, wire_order
 from shared.weights.sums import box_sums
 
-_ALIGNMENT = 256
 DTYPES = {
     dtype_name(dtype): dtype
     for dtype in (
@@ -126,17 +126,29 @@ def _packed(
     tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
 ) -> tuple[Tensor, dict[str, int], list[Tensor]]:
     """One piece of memory (which another process maps at once), where each copy begins in it, and the copies."""
-    places, used = {}, 0
-    for name, tensor in tensors.items():
-        places[name] = used
-        used = -(-(used + tensor.numel() * dtypes[name].itemsize) // _ALIGNMENT) * _ALIGNMENT
+    order = wire_order({name: dtypes[name].itemsize for name in tensors})
     device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-    memory, copies = torch.empty(used, dtype=torch.uint8, device=device), []
-    for name, tensor in tensors.items():
-        made = dtypes[name]
-        flat = memory[places[name] : places[name] + tensor.numel() * made.itemsize].view(made)
-        copies.append(flat.view(tensor.shape).copy_(tensor.detach()))
-    return memory, places, copies
+    memory, places, made = laid_out({name: (dtypes[name], tensors[name].shape) for name in order}, device)
+    return memory, places, [made[name].copy_(tensor.detach()) for name, tensor in tensors.items()]
+
+
+def laid_out(
+    wanted: Mapping[str, tuple[torch.dtype, Sequence[int]]], device: torch.device
+) -> tuple[Tensor, dict[str, int], dict[str, Tensor]]:
+    """Empty tensors one after another in one piece of memory: the memory, uint8, at which byte each begins, and they.
+
+    Args:
+        wanted: dtype and shape of each, in order.
+    """
+    places, used = {}, 0
+    for name, (dtype, shape) in wanted.items():
+        places[name] = used
+        used = -(-(used + math.prod(shape) * dtype.itemsize) // ALIGNMENT) * ALIGNMENT
+    memory, tensors = torch.empty(used, dtype=torch.uint8, device=device), {}
+    for name, (dtype, shape) in wanted.items():
+        flat = memory[places[name] : places[name] + math.prod(shape) * dtype.itemsize]
+        tensors[name] = flat.view(dtype).view(tuple(shape))
+    return memory, places, tensors
 
 
 def _dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

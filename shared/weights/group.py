@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,10 @@ MEET_SECONDS = 10.0
 BEAT_SECONDS = 0.25
 SILENCE_SECONDS = 10.0
 """A member that shows no sign of life for so long ends the transfer for all."""
-_POLL_SECONDS = 0.0005
+_SHORT, _LONG = 0.00005, 0.0005
+"""Seconds between two looks at what a GPU has not done yet, a hundredth of the time that was waited."""
+_LOOK_SECONDS = 0.05
+"""Between two looks at whether somebody gave up, while gloo is waited for."""
 _UNDER_WAY = 8
 """More than a rank ever has under way."""
 _END_SECONDS = 600.0
@@ -140,20 +143,23 @@ class Group:
         if self.channel == "nccl":
             work.wait()
             return
-        self.until(work.is_completed, deadline, lambda: self._others(route))
+        while not _ended(work):
+            self._go_on(deadline, lambda: self._others(route))
         try:
             work.wait()
         except RuntimeError as error:
             raise WireError(f"{self._others(route)}: {_first_line(error)}") from None
 
-    def until(self, done: Any, deadline: float, who: Any) -> None:
+    def until(self, done: Callable[[], bool], deadline: float, who: Callable[[], str]) -> None:
         """Waits for `done()`. Raises WireError as `settle`, naming `who()`."""
+        began = time.monotonic()
         while not done():
-            if self._watch.cause:
-                raise WireError(self._watch.cause)
-            if time.monotonic() > deadline:
-                raise WireError(f"{who()} did not answer in time")
-            time.sleep(_POLL_SECONDS)
+            self._go_on(deadline, who)
+            time.sleep(min(max((time.monotonic() - began) / 100, _SHORT), _LONG))
+
+    def forget(self) -> None:
+        """Lets go of the memory of broadcasts, all of which have ended."""
+        self._works.clear()
 
     def give_up(self, why: str) -> str:
         """Tells the others why, drops the group, and answers what was the cause: their word, if it was earlier."""
@@ -170,6 +176,12 @@ class Group:
             _end(*held)
         else:
             threading.Thread(target=_end, args=held, name="weights-close", daemon=True).start()
+
+    def _go_on(self, deadline: float, who: Callable[[], str]) -> None:
+        if self._watch.cause:
+            raise WireError(self._watch.cause)
+        if time.monotonic() > deadline:
+            raise WireError(f"{who()} did not answer in time")
 
     def _meet(self, deadline: float) -> None:
         self._store.set(f"here{self.rank}", "")
@@ -202,6 +214,13 @@ class Group:
 
     def _others(self, route: int) -> str:
         return " and ".join(self.names[rank] for rank in self.routes[route].ranks if rank != self.rank)
+
+
+def _ended(work: Any) -> bool:
+    """Waits a moment for a broadcast by gloo; true: it has ended, one way or the other."""
+    with contextlib.suppress(RuntimeError):
+        work.wait(timedelta(seconds=_LOOK_SECONDS))
+    return work.is_completed()
 
 
 def _end(backends: list[Any], works: deque[Any], store: TCPStore | None) -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,13 +15,14 @@ from torch._C._distributed_c10d import TCPStore
 
 from shared.gen.sextet.v1 import weights_pb2
 from shared.weights.agreement import Agreement, read_agreement
-from shared.weights.codec import DTYPES
+from shared.weights.codec import DTYPES, laid_out
 from shared.weights.digest import on_host
 from shared.weights.group import Group, WireError
 from shared.weights.memory import mapped_buffers
 from shared.weights.plan import Piece, Place
+from shared.weights.schedule import Schedule
 from shared.weights.sums import box_sums
-from shared.weights.wire import own_stream, region, run
+from shared.weights.wire import region, run
 
 T = TypeVar("T")
 GRACE_SECONDS = 5.0
@@ -41,6 +44,7 @@ class WirePart:
         self._group: Group | None = None
         self._agreed: tuple[str, Agreement | None] = ("", None)
         self.seconds: dict[str, float] = {}
+        self._stream: torch.cuda.Stream | None = None
         self._lock = threading.Lock()
 
     @property
@@ -72,9 +76,11 @@ class WirePart:
             WireError: it did not arrive.
         """
         agreement = self._agreement(answer)
-        local = _buffers(agreement, rank, device)
+        # Who keeps tensors of earlier versions gets memory for each: one that stays would hold on to its neighbours'.
+        apart = bool(answer.ranks[rank].keeps)
+        local = _buffers(agreement, rank, device, apart)
         self._transfer(answer, agreement, rank, local, None)
-        with self._timed("sums"), own_stream(device):
+        with self._timed("sums"), self._beside(device):
             return local, _summed(agreement, rank, local)
 
     def close(self) -> None:
@@ -95,17 +101,31 @@ class WirePart:
         if not self._lock.acquire(timeout=answer.seconds):
             raise WireError("an earlier transfer has not ended")
         try:
-            with _on_device(local):
+            device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
+            # A thread begins on GPU 0, wherever the tensors are.
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
                 group = self._joined(answer, agreement, rank, store)
-                with self._timed("transfer"):
+                with self._timed("transfer"), self._beside(device):
                     _map(agreement, answer, rank, local)
                     run(agreement.schedule, group, local, deadline)
         except Exception as error:
             why = str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}"
-            group, self._group = self._group, None
+            # What is left on the stream may never end.
+            group, self._group, self._stream = self._group, None, None
             raise WireError(group.give_up(why) if group is not None else why) from error
         finally:
             self._lock.release()
+
+    @contextlib.contextmanager
+    def _beside(self, device: torch.device) -> Iterator[None]:
+        """On a GPU, a stream beside the one that computes: always the same, as it has memory of its own."""
+        if device.type != "cuda":
+            yield
+            return
+        stream = self._stream = self._stream or torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            yield
 
     def _agreement(self, answer: weights_pb2.JoinResponse) -> Agreement:
         """The layouts of a group never change, so that its plan is made once."""
@@ -163,21 +183,34 @@ async def in_thread(work: Callable[[], T], seconds: float) -> T:
     return outcome[0]
 
 
-def _on_device(local: Mapping[str, Tensor]) -> Any:
-    """A thread begins on GPU 0, wherever the tensors are."""
-    device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+def _buffers(agreement: Agreement, rank: int, device: torch.device, apart: bool) -> dict[str, Tensor]:
+    """Empty local buffers, as large as the rank's pieces reach.
 
-
-def _buffers(agreement: Agreement, rank: int, device: torch.device) -> dict[str, Tensor]:
-    """Empty local buffers, as large as the rank's pieces reach."""
+    Args:
+        apart: each has memory of its own. Else those that one bucket fills lie together, as they do in it.
+    """
     sizes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for piece in agreement.pieces[rank]:
         stop = tuple(o + n for o, n in zip(piece.offset, piece.box.size, strict=True))
         sizes[piece.local] = tuple(map(max, sizes.get(piece.local, stop), stop))
         dtypes[piece.local] = DTYPES[agreement.dtypes[piece.tensor]]
-    return {name: torch.empty(size, dtype=dtypes[name], device=device) for name, size in sizes.items()}
+    nbytes = {name: math.prod(size) * dtypes[name].itemsize for name, size in sizes.items()}
+    made: dict[str, Tensor] = {}
+    for arriving in [] if apart else _arriving(agreement.schedule, rank):
+        filled = [name for name, count in arriving.items() if count == nbytes[name]]
+        made |= laid_out({name: (dtypes[name], sizes[name]) for name in filled}, device)[2]
+    others = sizes.keys() - made.keys()
+    return made | {name: torch.empty(sizes[name], dtype=dtypes[name], device=device) for name in others}
+
+
+def _arriving(schedule: Schedule, rank: int) -> Iterator[Mapping[str, int]]:
+    """For each bucket, the bytes that it brings to each local buffer of a rank, in order."""
+    for bucket in schedule.buckets:
+        found: Counter[str] = Counter()
+        for part in bucket.parts:
+            found.update({place.local: part.nbytes for place in part.destinations if place.rank == rank})
+        yield found
 
 
 def _map(agreement: Agreement, answer: weights_pb2.JoinResponse, rank: int, local: Mapping[str, Tensor]) -> None:
@@ -186,15 +219,14 @@ def _map(agreement: Agreement, answer: weights_pb2.JoinResponse, rank: int, loca
     if not own:
         return
     opened: dict[int, Mapping[str, Tensor]] = {}
-    with own_stream(next(iter(local.values())).device) as stream:
-        for part, place in own:
-            sender = part.source.rank
-            if sender not in opened:
-                opened[sender] = mapped_buffers(answer.ranks[sender], agreement.dtypes)
-            theirs = region(opened[sender], part.source, part.box.size)
-            region(local, place, part.box.size).copy_(theirs, non_blocking=True)
-        if stream is not None:
-            stream.synchronize()
+    for part, place in own:
+        sender = part.source.rank
+        if sender not in opened:
+            opened[sender] = mapped_buffers(answer.ranks[sender], agreement.dtypes)
+        theirs = region(opened[sender], part.source, part.box.size)
+        region(local, place, part.box.size).copy_(theirs, non_blocking=True)
+    if (device := next(iter(local.values())).device).type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _summed(agreement: Agreement, rank: int, local: Mapping[str, Tensor]) -> list[weights_pb2.WeightPiece]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from shared.weights.plan import Box, Place, Plan, Transfer
 
-ALIGNMENT = 16
-"""Bytes at whose multiples parts begin in a bucket, so that they can be viewed as any dtype."""
+ALIGNMENT = 256
+"""Bytes at whose multiples tensors begin, in a bucket as in the memory of who sends or receives."""
 CPU = "cpu"
 CPU_BUCKET = 8 << 20
-"""Bytes of a bucket at most between CPUs: larger tensors then travel from and to where they are, without packing."""
+"""Bytes of a bucket at most between CPUs: what is copied from it is in the processor's cache still."""
 MIN_BUCKET, MAX_BUCKET, BUCKETS = 256 << 20, 1 << 30, 16
 
 
@@ -77,7 +77,7 @@ def make_schedule(
     bucket_bytes: int,
     sees: Sequence[Collection[str]] = (),
 ) -> Schedule:
-    """Packs transfers of one route into buckets; larger ones are split.
+    """Packs transfers of one route into buckets, in `wire_order`; larger ones are split.
 
     A receiver on the sender's GPU maps its memory, and so does one that sees the sender's GPU and is alone with what it
     wants: the copy takes no processor of either GPU. Of several a broadcast reads the sender's memory only once.
@@ -89,7 +89,8 @@ def make_schedule(
     """
     by_route: dict[Route, list[Transfer]] = defaultdict(list)
     mapped = []
-    for transfer in plan.transfers:
+    place = {name: number for number, name in enumerate(wire_order(widths))}
+    for transfer in sorted(plan.transfers, key=lambda transfer: place[transfer.tensor]):
         own, others = _by_device(transfer, devices, sees)
         if own:
             nbytes = transfer.box.elements * widths[transfer.tensor]
@@ -100,6 +101,15 @@ def make_schedule(
     routes = tuple(sorted(by_route))
     queues = {n: list(_buckets(n, by_route[route], widths, bucket_bytes)) for n, route in enumerate(routes)}
     return Schedule(routes, tuple(_interleaved(routes, queues)), tuple(mapped))
+
+
+def wire_order(widths: Mapping[str, int]) -> list[str]:
+    """Names of tensors in the order in which they travel: in memory they lie like that, too, and need no packing.
+
+    Args:
+        widths: bytes of an element, by tensor: those of one dtype lie together.
+    """
+    return sorted(widths, key=lambda name: (-widths[name], name))
 
 
 def moved(place: Place, by: Box, to: Box) -> Place:
@@ -140,15 +150,17 @@ def _buckets(route: int, transfers: Sequence[Transfer], widths: Mapping[str, int
     used = 0
     for transfer in transfers:
         width = widths[transfer.tensor]
-        for box in _cut(transfer.box, max(1, most // width)):
+        boxes = list(_cut(transfer.box, max(1, most // width)))
+        for box in boxes:
             nbytes = box.elements * width
-            if parts and used + nbytes > most:
+            # What is cut shares no bucket: the others lie together where they arrive, and this in memory of its own.
+            if parts and (used + nbytes > most or len(boxes) > 1):
                 yield Bucket(route, tuple(parts))
                 parts, used = [], 0
             source = moved(transfer.source, transfer.box, box)
             places = tuple(moved(place, transfer.box, box) for place in transfer.destinations)
             parts.append(Part(transfer.tensor, box, source, places, used, nbytes))
-            used = -(-(used + nbytes) // ALIGNMENT) * ALIGNMENT
+            used = most if len(boxes) > 1 else -(-(used + nbytes) // ALIGNMENT) * ALIGNMENT
     if parts:
         yield Bucket(route, tuple(parts))
 

@@ -61,6 +61,17 @@ def test_every_destination_element_arrives_once(case, most, gpus, random):
         assert all(home in sees[rank] for rank in elsewhere)
 
 
+def test_what_is_cut_shares_no_bucket_and_those_of_a_width_travel_together():
+    shapes = {"a": (4,), "b": (3,), "big": (3, 150), "c": (8,), "d": (6,), "e": (16,)}
+    widths = {"a": 2, "b": 4, "big": 4, "c": 4, "d": 2, "e": 4}
+    plan = make_plan(replicated(shapes, 1), shifted(replicated(shapes, 1), 1))
+    buckets = make_schedule(plan, widths, ["a", "b"], 1000).buckets
+    assert [[part.tensor for part in bucket.parts] for bucket in buckets] == [
+        ["b"], *([["big"]] * 3), ["c", "e", "a", "d"],
+    ]  # fmt: skip
+    assert [part.offset for part in buckets[-1].parts] == [0, ALIGNMENT, 2 * ALIGNMENT, 3 * ALIGNMENT]
+
+
 def test_pairs_that_share_nobody_travel_at_the_same_time():
     shapes = {f"layer{i}": (8, 8) for i in range(4)}
     plan = make_plan(sharded(shapes, 2), shifted(sharded(shapes, 2, dict.fromkeys(shapes, 1)), 2))

@@ -9,6 +9,7 @@ from typing import Any
 import grpc.aio
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shared.config import WeightsConfig
 from shared.gen.sextet.v1 import weights_pb2, weights_pb2_grpc
@@ -24,7 +25,8 @@ from shared.weights.group import WireError, open_store
 from shared.weights.grpc import GrpcPublisher, WeightsServicer
 from shared.weights.join import LocalReceiver, join
 from shared.weights.part import WirePart
-from shared.weights.plan import Layout, fused, replicated, sharded
+from shared.weights.plan import Box, Layout, Place, fused, replicated, sharded
+from shared.weights.schedule import Bucket, Part
 
 torch.set_num_threads(1)
 HOST = "127.0.0.1"
@@ -137,6 +139,94 @@ def test_from_fsdp_shards_to_tensor_parallel_ranks_with_fused_and_tied_tensors(s
         for name, expected in {**own, "qkv": stacked}.items():
             assert torch.equal(local[name], expected), name
     assert digests_of(pieces, wanted) == {name: tensor_digest(state[name]) for name in wanted}
+
+
+def unpacked(monkeypatch) -> list[int]:
+    """Sizes of buffers that are packed into, as they are made."""
+    from shared.weights import wire
+
+    made: list[int] = []
+    monkeypatch.setattr(
+        wire._Buffers,
+        "__missing__",
+        lambda self, slot, old=wire._Buffers.__missing__: made.append(1) or old(self, slot),
+    )
+    return made
+
+
+@pytest.mark.parametrize("bucket", [500, 3000, 1 << 20])
+def test_nothing_is_packed_from_one_sender_to_whole_tensors(monkeypatch, bucket):
+    """What is published lies in memory as it travels, and so does what arrives: no copy on either side."""
+    state = {name: tensor for name, tensor in model().items() if name != "head"}
+    held = codec.snapshot(1, state)
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    store, answer = agreed(state, replicated(shapes, 1), replicated(shapes, 2), bucket)
+    made = unpacked(monkeypatch)
+    parts = [WirePart(HOST) for _ in range(3)]
+    outcomes = in_threads(
+        lambda: parts[0].send(answer, 0, held.by_name, store),
+        *(lambda r=r: parts[r].receive(answer, r, CPU) for r in (1, 2)),
+    )
+    for local, _ in outcomes[1:]:
+        assert all(torch.equal(local[name], tensor) for name, tensor in state.items())
+    assert made == []
+    schedule = parts[0]._agreed[1].schedule
+    assert len(schedule.buckets) < len(shapes) or bucket == 500
+    assert len(schedule.buckets) > 1 or bucket == 1 << 20
+
+
+def test_who_keeps_older_tensors_gets_memory_for_each(monkeypatch):
+    """One that stays while its neighbours are replaced would hold on to the memory of all of them."""
+    state = {name: tensor for name, tensor in model().items() if name != "head"}
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    for keeps in ([], ["o"]):
+        store, answer = agreed(state, replicated(shapes, 1), replicated(shapes, 1), 1 << 20)
+        answer.ranks[1].keeps.extend(keeps)
+        parts = [WirePart(HOST) for _ in range(2)]
+        outcomes = in_threads(
+            lambda p=parts, a=answer, s=store: p[0].send(a, 0, cut(state, replicated(shapes, 1), 0), s),
+            lambda p=parts, a=answer: p[1].receive(a, 1, CPU),
+        )
+        local, _ = outcomes[1]
+        assert all(torch.equal(local[name], tensor) for name, tensor in state.items())
+        memories = {tensor.untyped_storage().data_ptr() for tensor in local.values()}
+        assert len(memories) == (len(shapes) if keeps else 1)
+
+
+def test_bytes_between_two_parts_are_written_only_where_no_tensor_is():
+    """A bucket leaves 156 bytes between `a` and `c`: another sender's, if both lie in one buffer of the receiver's."""
+    from shared.weights import wire
+
+    memory = torch.zeros(128)
+    a, c = memory[:25], memory[64:]
+    parts = [
+        Part(name, Box((0,), tuple(own.shape)), Place(0, name, (0,)), (), offset, own.nbytes)
+        for name, own, offset in (("a", a, 0), ("c", c, 256))
+    ]
+    bucket = Bucket(0, tuple(parts))
+    assert wire._in_place(bucket, [a, c], [memory, memory]) is None
+    assert wire._in_place(bucket, [a, c], [memory[:40], c]) is None, "the rest of a's buffer lies between"
+    assert wire._in_place(bucket, [a, c], [a, memory[60:]]) is None, "c's buffer begins before c"
+    assert wire._in_place(bucket, [a, c.clone()], [a, c]) is None
+    assert wire._in_place(bucket, [a, memory[65:]], [a, memory[65:]]) is None
+    flat = wire._in_place(bucket, [a, c], [a, c])
+    assert flat is not None
+    assert (flat.data_ptr(), flat.numel(), flat.dtype) == (a.data_ptr(), 512, torch.uint8)
+
+
+def test_a_group_holds_on_to_nothing_that_it_brought():
+    """Neither to what arrived, which is a model's weight in memory, nor to what it was packed in."""
+    state = {name: tensor for name, tensor in model().items() if name != "head"}
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    store, answer = agreed(state, replicated(shapes, 1), replicated(shapes, 1), 500)
+    parts = [WirePart(HOST), WirePart(HOST)]
+    outcomes = in_threads(
+        lambda: parts[0].send(answer, 0, cut(state, replicated(shapes, 1), 0), store),
+        lambda: parts[1].receive(answer, 1, CPU),
+    )
+    arrived = [StorageWeakRef(tensor.untyped_storage()) for tensor in outcomes.pop()[0].values()]
+    assert all(storage.expired() for storage in arrived)
+    assert parts[1].holds
 
 
 def test_two_replicas_of_different_tensor_parallel_sizes_at_once():
