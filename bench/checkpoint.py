@@ -86,10 +86,12 @@ def measure(engine: Any, step: Callable[[], Any], directory: Path, steps: int) -
 
     step()
     first = timed(take)
-    size = copy.write(Local(directory)).bytes
     copies = [timed(take) for _ in range(5)]
     alone = [timed(step) for _ in range(steps)]
-    write = statistics.median(timed(lambda: copy.write(Local(directory))) for _ in range(3))
+    # Writes may take minutes.
+    print(f"copy {statistics.median(copies):.3g} s, step {statistics.median(alone):.3g} s", flush=True)
+    size = copy.write(Local(directory)).bytes
+    write = timed(lambda: copy.write(Local(directory)))
     stop = threading.Event()
 
     def write_on() -> None:
