@@ -3,8 +3,8 @@
     python bench/rollout_gpus.py --json bench/results/rollout.json
     python bench/rollout_gpus.py --large tiny --small tiny --rows 4,8 --prompt 16 --response 8 --hf-rows 4  # on a CPU
 
-Two lanes, a GPU each: one measures the service with the large and then with the small shape, the other bare vLLM with
-both and Hugging Face generate with the large one. Then two services of the small shape have a GPU each. While a turn is
+Two services of the small shape have a GPU each. Then two lanes, a GPU each: one measures the service with the small and
+then with the large shape, the other bare vLLM with both and Hugging Face generate with the large one. While a turn is
 measured the next one's process does its imports. What is measured, and how, is bench/rollout.py's; a verdict at the end
 compares each number with its target. What is not done when --seconds are over is left out.
 """
@@ -121,6 +121,8 @@ def make_turns(options: argparse.Namespace, work: Path) -> dict[str, Turn]:
         directory.mkdir()
         # The two replicas of the small shape are told by their processes: the job is the same.
         asked = {**vars(options), "shape": getattr(options, size), "model": None, "tries": TRIES[size]}
+        # With the large shape log-probs cost nothing that can be seen, and a minute.
+        asked["likely"] = size == "small"
         jobs[size] = write_job(argparse.Namespace(**asked), directory)
     return {
         "large service": Turn("large", "service-vllm", (0,), jobs["large"]),
@@ -148,12 +150,12 @@ def main() -> None:
     end = began + options.seconds
     with tempfile.TemporaryDirectory() as work:
         turns = make_turns(options, Path(work))
-        services = [turns["large service"], turns["small service"]]
-        others = threading.Thread(target=play, args=([turns[n] for n in ("large bare", "small bare", "large hf")], end))
-        others.start()
-        play(services, end)
-        others.join()
+        # What has been cut off most often comes first.
         play([turns["small pair"]], end)
+        others = threading.Thread(target=play, args=([turns[n] for n in ("small bare", "large bare", "large hf")], end))
+        others.start()
+        play([turns["small service"], turns["large service"]], end)
+        others.join()
     shapes = f"{options.large} and {options.small}, {options.prompt} in, {options.response} out, {options.dtype}"
     title = f"{shapes}; {time.monotonic() - began:.0f} s"
     head = ["| | ratio | target | |", "| --- | ---: | ---: | --- |"]
