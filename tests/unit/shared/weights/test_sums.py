@@ -47,6 +47,17 @@ def test_the_sums_are_the_definition(shape, dtype):
     assert whole(tensor) == by_loop(tensor)
 
 
+@pytest.mark.parametrize("product", [sums._int8_dots, sums._float_dots])
+@pytest.mark.parametrize(
+    ("rows", "width", "place"), [(1, 65_536, 0), (3, 5_000, 17), (700, 1_024, 0), (40, 1_023, 64_513), (2, 1, 9)]
+)
+def test_both_products_are_exact(product, rows, width, place):
+    columns_KC = sums._columns(torch.device("cpu"))[:, place : place + width].long()
+    for low, high in ((-128, 127), (-128, -128), (127, 127)):
+        rows_RC = torch.randint(low, high + 1, (rows, width), dtype=torch.int8)
+        assert torch.equal(product(rows_RC, place).long(), rows_RC.long() @ columns_KC.t())
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_pieces_add_up_however_a_tensor_is_cut(data):
