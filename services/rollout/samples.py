@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from services.rollout.backend import Sample, SampleRequest, SamplingParams
-from services.rollout.text import response_text
+from services.rollout.text import response_texts
 from shared.batch import columns
 from shared.batch.block import Block, Ragged, RowKey
 from shared.data.datasets import PromptExample
@@ -36,7 +36,7 @@ def block_of(
     """One row per sample, in this order; `examples` are the dataset rows they answer."""
     texts = {
         columns.PROMPT_JSON: [example.prompt_json for example in examples],
-        columns.RESPONSE: [response_text(tokenizer, sample, params) for sample in samples],
+        columns.RESPONSE: response_texts(tokenizer, samples, params),
         columns.DATA_SOURCE: [example.data_source for example in examples],
         columns.GROUND_TRUTH: [example.ground_truth for example in examples],
         columns.EXTRA_INFO: [example.extra_info for example in examples],
