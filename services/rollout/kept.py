@@ -9,7 +9,7 @@ from typing import TypeVar
 import xxhash
 
 from services.rollout.backend import Finish, Sample, SampleRequest
-from services.rollout.samples import EARLIER, samples_of
+from services.rollout.samples import EARLIER, earlier_of, samples_of
 from shared.batch import columns
 from shared.batch.block import Block, Ragged
 from shared.batch.columns import RowKey
@@ -161,13 +161,7 @@ def _answers(sample: Sample, row: SampleRequest) -> bool:
 
 
 def _block(samples: Sequence[Sample]) -> Block:
-    held = {
-        columns.PROMPT_IDS: Ragged.from_rows([sample.prompt_ids for sample in samples], "int32"),
-        columns.RESPONSE_IDS: Ragged.from_rows([sample.response_ids for sample in samples], "int32"),
-        columns.ROLLOUT_LOGPROBS: Ragged.from_rows([sample.logprobs for sample in samples], "float32"),
-        columns.VERSIONS: Ragged.from_rows([sample.versions for sample in samples], "int32"),
-        columns.FINISH: Ragged.from_text([sample.finish for sample in samples]),
-    }
+    held = {**earlier_of(samples), columns.FINISH: Ragged.from_text([sample.finish for sample in samples])}
     return Block(tuple(RowKey(sample.uid, sample.sample) for sample in samples), held)
 
 

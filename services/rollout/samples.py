@@ -42,14 +42,10 @@ def block_of(
         columns.EXTRA_INFO: [example.extra_info for example in examples],
         columns.FINISH: [sample.finish for sample in samples],
     }
-    responses = [sample.response_ids for sample in samples]
     found = {
-        columns.PROMPT_IDS: Ragged.from_rows([sample.prompt_ids for sample in samples], "int32"),
-        columns.RESPONSE_IDS: Ragged.from_rows(responses, "int32"),
+        **earlier_of(samples),
         # The stop token was sampled like any other: it is trained, too.
-        columns.RESPONSE_MASK: Ragged.from_rows([np.ones(len(ids)) for ids in responses], "uint8"),
-        columns.ROLLOUT_LOGPROBS: Ragged.from_rows([sample.logprobs for sample in samples], "float32"),
-        columns.VERSIONS: Ragged.from_rows([sample.versions for sample in samples], "int32"),
+        columns.RESPONSE_MASK: Ragged.from_rows([np.ones(len(sample.response_ids)) for sample in samples], "uint8"),
         **{name: Ragged.from_text(text) for name, text in texts.items()},
     }
     return Block(tuple(RowKey(sample.uid, sample.sample) for sample in samples), found)
@@ -57,6 +53,16 @@ def block_of(
 
 EARLIER = (columns.PROMPT_IDS, columns.RESPONSE_IDS, columns.ROLLOUT_LOGPROBS, columns.VERSIONS)
 """What is needed of a row to go on with it."""
+
+
+def earlier_of(samples: Sequence[Sample]) -> dict[str, Ragged]:
+    """Columns EARLIER of these samples."""
+    return {
+        columns.PROMPT_IDS: Ragged.from_rows([sample.prompt_ids for sample in samples], "int32"),
+        columns.RESPONSE_IDS: Ragged.from_rows([sample.response_ids for sample in samples], "int32"),
+        columns.ROLLOUT_LOGPROBS: Ragged.from_rows([sample.logprobs for sample in samples], "float32"),
+        columns.VERSIONS: Ragged.from_rows([sample.versions for sample in samples], "int32"),
+    }
 
 
 def samples_of(block: Block) -> dict[RowKey, Sample]:

@@ -6,6 +6,7 @@ from typing import Any
 from services.rollout.backend import Sample, SamplingParams
 
 _INCOMPLETE = "\ufffd"
+_AS_THEY_ARE = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 
 
 class StopWatch:
@@ -56,7 +57,7 @@ def response_text(tokenizer: Any, sample: Sample, params: SamplingParams) -> str
 def response_texts(tokenizer: Any, samples: Sequence[Sample], params: SamplingParams) -> list[str]:
     """`response_text` of each, which fast tokenizers do on all cores."""
     ids = [list(sample.response_ids) for sample in samples]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    texts = tokenizer.batch_decode(ids, **_AS_THEY_ARE)
     return [_cut(tokenizer, sample, params, text) for sample, text in zip(samples, texts, strict=True)]
 
 
@@ -71,4 +72,4 @@ def _cut(tokenizer: Any, sample: Sample, params: SamplingParams, text: str) -> s
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """Text of token ids, special tokens left out, spaces as they are."""
-    return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return tokenizer.decode(list(ids), **_AS_THEY_ARE)
