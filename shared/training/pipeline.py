@@ -4,7 +4,8 @@ torch.distributed.pipelining moves hidden states forward and their gradients bac
 states are padded on the wire: stages compute what there is, and the padding's gradient is 0.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -76,12 +77,18 @@ def play(
     kind = Schedule1F1B if train and len(micros) >= parallel.pp else ScheduleGPipe
     schedule = kind(stage, len(micros), loss_fn=(lambda loss, _: loss.sum()) if train else None, scale_grads=False)
     places = torch.arange(len(micros))
-    try:
+    with _in_own_words():
         schedule.step(place=places, target=places if train else None, return_outputs=False)
-    except RuntimeError as error:
-        # What goes wrong in a pass comes in the schedule's words.
-        raise error.__cause__ or error from None
     memory.agree()
+
+
+@contextlib.contextmanager
+def _in_own_words() -> Iterator[None]:
+    """What goes wrong in a pass comes in the schedule's words: raises what it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise error.__cause__ or error from None
 
 
 class _Memory:
@@ -137,10 +144,8 @@ class _Stage(PipelineStage):
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Gradients:
         def work() -> Gradients:
-            try:
+            with _in_own_words():
                 return super(_Stage, self).backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-            except RuntimeError as error:
-                raise error.__cause__ or error from None
 
         if (made := self.attempt(work)) is not None:
             return made
