@@ -116,7 +116,8 @@ class VllmBackend:
         async def call(method: str, *args: Any) -> list[Any]:
             return await self._answer(engine.collective_rpc(method, args=args))
 
-        # The workers have tensors of their own.
+        # The workers have tensors of their own, and let go of a version they hold as soon as another is on its way.
+        self._discard()
         return VllmReceiver(call, self._shape, await call("sextet_place"), part.host, kept is not None)
 
     async def prepare_weights(self, version: int, tensors: Mapping[str, Tensor] | None) -> None:

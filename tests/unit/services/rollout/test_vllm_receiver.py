@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from services.rollout.backend import EngineError
 from services.rollout.backends.vllm_start import wanted_names
+from services.rollout.weights import Weights, Wire
 from shared.gen.sextet.v1 import weights_pb2
 from shared.rpc.client import Connections
-from shared.rpc.errors import FailedPrecondition
-from shared.weights.digest import state_digest
+from shared.rpc.errors import FailedPrecondition, Internal
+from shared.weights import part
+from shared.weights.digest import raw_bytes, state_digest
+from shared.weights.grpc import GrpcFetcher, GrpcPublisher
 from shared.weights.join import LocalReceiver, join
 from shared.weights.part import WirePart
 from tests.contract.test_weights_sync import Actor
@@ -21,6 +25,7 @@ from tests.fakes.role import TOKEN, fake_role
 from tests.fakes.tiny import write_tiny_llama
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+from services.rollout.backends.vllm import VllmBackend
 from services.rollout.backends.vllm_receiver import VllmReceiver
 from services.rollout.backends.vllm_worker import SextetWorker
 
@@ -116,3 +121,36 @@ async def test_another_architecture_is_refused_and_what_fails_is_told(model, wor
         actor.lm = other
         with pytest.raises(EngineError, match=r"no tensor 'model\.norm\.more'"):
             await take(workers, model, actor.train(0.1))
+
+
+async def test_a_version_that_was_prepared_is_gone_once_another_is_on_its_way(model, workers, monkeypatch):
+    """The workers hold what came last. A damaged version 2 was served as version 1, which had been prepared before."""
+
+    async def collective_rpc(method: str, args: Any = ()) -> list[Any]:
+        return await asyncio.to_thread(lambda: [getattr(worker, method)(*args) for worker in workers])
+
+    engine, actor, connections = VllmBackend(), Actor(model, "gloo"), Connections(TOKEN)
+    engine._engine, engine._shape = SimpleNamespace(collective_rpc=collective_rpc), wanted_names(str(model))
+    weights = Weights(GrpcFetcher(connections), GrpcPublisher(), 30, Wire(connections, "m", 30))
+    weights.start("r")
+
+    def spoiled(schedule: Any, group: Any, local: Any, deadline: float, run: Any = part.run) -> None:
+        run(schedule, group, local, deadline)
+        if group.rank:
+            raw_bytes(local["model.norm.weight"])[0] ^= 1
+
+    async def prepare() -> weights_pb2.WeightsRef:
+        ref = actor.train(0.1)
+        await weights.prepare(ref, engine, weights_pb2.WeightsGathering(id=f"p{next(_numbers)}", members=["m"]))
+        return ref
+
+    async with fake_role(actor.parts):
+        first = await prepare()
+        monkeypatch.setattr(part, "run", spoiled)
+        with pytest.raises(Internal, match=r"tensor 'model\.norm\.weight' has digest"):
+            await prepare()
+        with pytest.raises(FailedPrecondition, match="weight version 1 is not prepared here"):
+            await weights.commit(first.version, first.digest, engine)
+    assert (weights.version, [worker.loaded for worker in workers]) == (0, [{}, {}])
+    weights.stop()
+    await connections.close()
