@@ -277,9 +277,18 @@ def tp_plan(lm: PreTrainedModel, tp: int, key: str) -> dict[str, ParallelStyle]:
             continue
         if wanted not in STYLES or not isinstance(module, nn.Linear | nn.Embedding):
             raise ModelError(f"{key}: {name} is to be cut by {wanted!r}, which is not known here: set parallel.tp to 1")
+        if isinstance(module, nn.Linear) and not is_head:
+            _refuse_uneven(f"{key}: {name}", module, wanted, tp)
         # Logits stay where they are made: who scores puts together what is needed of them.
         styles[name] = STYLES["colwise" if is_head else wanted]()
     return styles
+
+
+def _refuse_uneven(what: str, layer: nn.Linear, style: str, tp: int) -> None:
+    """Ranks take it that what they hand to the next layer has the same width everywhere."""
+    side = "in_features" if style == "rowwise" else "out_features"
+    if (width := getattr(layer, side)) % tp:
+        raise ModelError(f"{what} has {side}={width}, which can't be divided by parallel.tp={tp}")
 
 
 def _style(name: str, plan: dict[str, str]) -> str | None:

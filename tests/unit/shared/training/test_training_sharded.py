@@ -249,6 +249,9 @@ def test_a_model_that_cannot_be_cut_is_refused() -> None:
     small = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
     with pytest.raises(ModelError, match=r"num_attention_heads=4 can't be divided by parallel.tp=3"):
         tp_plan(build(small), 3, "model")
+    small.intermediate_size = 65
+    with pytest.raises(ModelError, match=r"gate_proj has out_features=65, which can't be divided by parallel.tp=2"):
+        tp_plan(build(small), 2, "model")
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 9])
