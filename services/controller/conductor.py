@@ -233,7 +233,10 @@ class Conductor:
             raise Deposed("the lease on leading is another's")
         had_begun = self._journal.begun
         config_json = dump_config(self._config)
-        establishment = Establishment(self._store, self._cluster, self._journal, self._config, self._directory, cause)
+        warn = partial(self.events.send, "warning")
+        establishment = Establishment(
+            self._store, self._cluster, self._journal, self._config, self._directory, warn, cause
+        )
         try:
             session = await establishment.run(self._run, config_json, self._roles, back=back)
         finally:

@@ -1,6 +1,7 @@
 """How a run takes hold of the cluster: the first time, after a pause, after the controller or a role died. One way."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from services.controller.replica import Member, Refused, ReplicaLost, operate
 from shared.config import RunConfig
 from shared.gen.sextet.v1 import actor_pb2, role_pb2
 from shared.places import place
-from shared.rpc.errors import SextetError
+from shared.rpc.errors import FailedPrecondition, SextetError
 from shared.state import StateStore
 
 log = structlog.get_logger()
@@ -41,14 +42,16 @@ class Establishment:
 
     Args:
         directory: the run's directory.
+        warn: told, with its step, of a checkpoint that is passed over, and why.
         cause: why the run lost its hold, if it had one.
     """
 
     def __init__(
-        self, store: StateStore, cluster: Cluster, journal: Journal, config: RunConfig, directory: Path, cause: str = ""
-    ) -> None:
+        self, store: StateStore, cluster: Cluster, journal: Journal, config: RunConfig, directory: Path,
+        warn: Callable[[str, int], Awaitable[None]], cause: str = "",
+    ) -> None:  # fmt: skip
         self._store, self._cluster, self._journal = store, cluster, journal
-        self._config, self._directory, self._cause = config, directory, cause
+        self._config, self._directory, self._warn, self._cause = config, directory, warn, cause
         self.epoch = 0
 
     async def run(self, run: str, config_json: str, roles: frozenset[str], *, back: bool) -> Session:
@@ -140,13 +143,12 @@ class Establishment:
         """Loads the newest checkpoint that all of them can load, or the model as configured."""
         for checkpoint in checkpoints:
             try:
-                versions = await self._configure_all(session, checkpoint)
+                return replace(checkpoint.position, versions=await self._configure_all(session, checkpoint))
             except Refused as error:
-                log.warning("checkpoint refused", directory=str(checkpoint.directory), error=str(error))
                 if checkpoint is checkpoints[-1]:
                     raise
-            else:
-                return replace(checkpoint.position, versions=versions)
+                step = checkpoint.position.step
+                await self._warn(f"the checkpoint of step {step} can't be used, an older one is tried: {error}", step)
         return Position(versions=await self._configure_all(session, None))
 
     async def _configure_all(self, session: Session, checkpoint: Checkpoint | None) -> dict[str, int]:
@@ -155,6 +157,12 @@ class Establishment:
             self._cluster.configure(session.kept[role], session, checkpoint.of(role) if checkpoint else "")
             for role in roles
         )
+        if checkpoint:
+            for role, version in zip(roles, versions, strict=True):
+                # Whole in itself, but of another step than the directory it lies in.
+                if version != (saved := checkpoint.position.versions.get(role)):
+                    why = f"checkpoint {checkpoint.of(role)!r} is of version {version}, and its run's was at {saved}"
+                    raise Refused(session.kept[role], FailedPrecondition(why))
         return dict(zip(roles, versions, strict=True))
 
     async def _wait(self, roles: frozenset[str]) -> None:

@@ -315,16 +315,20 @@ async def test_a_new_rollout_joins_the_run(fakes: Any, controller: Any, undistur
     assert fakes["rollout-1"].done["generate"] == 1
 
 
+@pytest.mark.parametrize(
+    ("content", "why"), [("{", "is damaged"), ("of step 1", "is of version 1, and its run's was at 2")]
+)
 async def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
-    fakes: Any, controller: Any, undisturbed: Any
+    fakes: Any, controller: Any, undisturbed: Any, content: str, why: str
 ) -> None:
     await fakes.start(*ALL)
-    actor = fakes["actor-0"]
+    actor, root = fakes["actor-0"], controller.root / "r" / "checkpoints"
 
     async def damage_and_restart(request: Any) -> None:
         if request.operation.id.step == 3:
             actor.hooks.clear()
-            (controller.root / "r" / "checkpoints" / "step_2" / "critic" / "state.json").write_text("{")
+            older = (root / "step_1" / "critic" / "state.json").read_text()
+            (root / "step_2" / "critic" / "state.json").write_text(older if content == "of step 1" else content)
             await actor.kill()
             tasks.append(asyncio.create_task(actor.start()))
             await asyncio.sleep(60)
@@ -332,7 +336,11 @@ async def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     tasks: list[Any] = []
     actor.hooks["update"] = damage_and_restart
     assert await outcome(controller, fakes, checkpoint__save_interval=1, checkpoint__keep=5) == undisturbed
-    assert any("goes on from step 1" in message for _, _, message in await controller.events("r"))
+    told = await controller.events("r")
+    assert any("goes on from step 1" in message for _, _, message in told)
+    (warning,) = (said for kind, _, said in told if kind == "warning" and "step 2 can't be used" in said)
+    assert why in warning
+    assert "critic" in warning
 
 
 async def test_a_frozen_replica_is_found_by_its_lease(fakes: Any, controller: Any, undisturbed: Any) -> None:
