@@ -12,10 +12,10 @@ import numpy as np
 from services.rollout.backend import SampleRequest
 from services.rollout.kept import KeptSamples, Place
 from services.rollout.openai.sessions import block_of
-from services.rollout.samples import Generated
+from services.rollout.samples import Generated, oldest_of, together, token_counts
 from services.rollout.tasks import Task, Tasks
 from shared.batch import columns
-from shared.batch.block import Block, Ragged
+from shared.batch.block import Block
 from shared.batch.columns import RowKey
 from shared.data.datasets import PromptExample
 from shared.failpoints import hit_async
@@ -60,9 +60,8 @@ class Conversations:
                     await self._kept.keep(place, made[task.key])
                 await hit_async("rollout.sample")
         block = await asyncio.to_thread(together, [made[key] for key in keys])
-        tokens = (block[columns.PROMPT_IDS].lengths + block[columns.RESPONSE_IDS].lengths).tolist()
-        oldest = [int(versions.min()) for versions in block[columns.VERSIONS].rows()]
-        return Generated(block, tokens, metrics_of(block, time.monotonic() - started), oldest, cut=[])
+        metrics = metrics_of(block, time.monotonic() - started)
+        return Generated(block, token_counts(block), metrics, oldest_of(block, place.version), cut=[])
 
 
 def sample_of(task: Task, tokenizer: Any) -> Block:
@@ -72,15 +71,6 @@ def sample_of(task: Task, tokenizer: Any) -> Block:
     said = {"reward": session.reward, "turns": len(session.turns)}
     session.extra_info = json.dumps({**json.loads(task.example.extra_info), AGENT: said})
     return block_of([session], tokenizer).select(None, columns.SAMPLE_COLUMNS)
-
-
-def together(blocks: Sequence[Block]) -> Block:
-    """The blocks' rows as one block; they have the same columns."""
-    found = {}
-    for name, first in blocks[0].columns.items():
-        data = np.concatenate([block[name].data for block in blocks])
-        found[name] = Ragged(data, np.concatenate([block[name].lengths for block in blocks]), first.text)
-    return Block(tuple(key for block in blocks for key in block.rows), found)
 
 
 def metrics_of(block: Block, seconds: float) -> dict[str, float]:

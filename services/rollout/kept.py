@@ -1,7 +1,6 @@
 """Finished samples on this replica's disk: a restarted rollout does not draw them again, whatever its engine."""
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -9,16 +8,15 @@ from typing import TypeVar
 import xxhash
 
 from services.rollout.backend import Finish, Sample, SampleRequest
-from services.rollout.samples import EARLIER, earlier_of, samples_of
+from services.rollout.samples import EARLIER, samples_of
 from shared.batch import columns
-from shared.batch.block import Block, Ragged
+from shared.batch.block import Block
 from shared.batch.columns import RowKey
 from shared.batch.spool import Spool
 from shared.config import RunConfig, dump_config
 from shared.gen.sextet.v1 import rollout_pb2
 
 T = TypeVar("T")
-FLUSH_SECONDS = 1.0
 ANY = "*"
 """Of every version: the prompts of flows that carry some over have no greedy rows."""
 _FINISHED: Mapping[str, Finish] = {"stop": "stop", "length": "length"}
@@ -86,8 +84,11 @@ class KeptSamples:
         """The rows of one sample are on disk when this returns."""
         await asyncio.to_thread(self._spool.add, place.step, place.label, conversation)
 
-    def keeper(self, request: rollout_pb2.GenerateRequest, place: Place) -> "Keeper":
-        return Keeper(None if request.validation else self._spool, place)
+    def keep_finished(self, place: Place, block: Block) -> None:
+        """Those rows of a block that are finished are on disk when this returns. Blocks: call it in a thread."""
+        finished = zip(block.rows, block[columns.FINISH].texts(), strict=True)
+        keys = [key for key, finish in finished if finish in _FINISHED]
+        self._spool.add(place.step, place.label, block.select(keys, (*EARLIER, columns.FINISH)))
 
     def _find(
         self, place: Place, wanted: Sequence[SampleRequest], drawn: Mapping[str, int], since: int
@@ -124,31 +125,6 @@ class KeptSamples:
         return found
 
 
-class Keeper:
-    """Takes the samples of one Generate call as they are finished; some at a time, since each write is a sync."""
-
-    def __init__(self, spool: Spool | None, place: Place) -> None:
-        self._spool, self._place = spool, place
-        self._waiting: list[Sample] = []
-        self._flushed = time.monotonic()
-
-    async def add(self, sample: Sample) -> None:
-        if sample.finish in _FINISHED:
-            self._waiting.append(sample)
-        if time.monotonic() - self._flushed > FLUSH_SECONDS:
-            await self.flush()
-
-    async def flush(self) -> None:
-        """All that were added are on disk."""
-        waiting, self._waiting = self._waiting, []
-        if waiting and self._spool:
-            await asyncio.to_thread(self._write, self._spool, waiting)
-        self._flushed = time.monotonic()
-
-    def _write(self, spool: Spool, samples: Sequence[Sample]) -> None:
-        spool.add(self._place.step, self._place.label, _block(samples))
-
-
 def _drawn(request: rollout_pb2.GenerateRequest, place: Place) -> dict[str, int]:
     """The steps of prompts that were drawn before this one."""
     return {prompt.uid: prompt.step for prompt in request.prompts if 0 < prompt.step < place.step}
@@ -158,11 +134,6 @@ def _answers(sample: Sample, row: SampleRequest) -> bool:
     """It is of the same prompt, and goes on with what was there."""
     begun = row.partial.response_ids if row.partial else ()
     return sample.prompt_ids == row.prompt_ids and sample.response_ids[: len(begun)] == begun
-
-
-def _block(samples: Sequence[Sample]) -> Block:
-    held = {**earlier_of(samples), columns.FINISH: Ragged.from_text([sample.finish for sample in samples])}
-    return Block(tuple(RowKey(sample.uid, sample.sample) for sample in samples), held)
 
 
 def _samples(block: Block) -> dict[RowKey, Sample]:

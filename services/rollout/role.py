@@ -3,19 +3,32 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import prometheus_client
 import structlog
-from prometheus_client import Counter
 
 from services.rollout.backend import EngineError, EngineFacts, GenerationBackend, Sample, SampleRequest, SamplingParams
 from services.rollout.conversations import Conversations
 from services.rollout.health import EngineWatch
 from services.rollout.kept import KeptSamples, Place
+from services.rollout.making import Making
 from services.rollout.prompts import RunPrompts, load_prompts
-from services.rollout.samples import Generated, block_of, limited, metrics_of, samples_of, token_counts, told_apart
+from services.rollout.samples import (
+    Generated,
+    block_of,
+    cut_of,
+    limited,
+    metrics_of,
+    oldest_of,
+    samples_of,
+    token_counts,
+    told_apart,
+)
 from services.rollout.tasks import Tasks
 from services.rollout.weights import Weights
 from shared.batch import columns
@@ -30,11 +43,11 @@ from shared.rpc.role import Configured, StagedState
 from shared.seeds import derive_seed
 from shared.training.errors import ModelError
 
-TOKENS = Counter("sextet_rollout_tokens_total", "Tokens of prompts and responses.", ["part"])
+TOKENS = prometheus_client.Counter("sextet_rollout_tokens_total", "Tokens of prompts and responses.", ["part"])
 MAX_ROWS = 65_536
 """In progress at once."""
 
-SAMPLES = Counter("sextet_rollout_samples_total", "Finished samples.", ["finish"])
+SAMPLES = prometheus_client.Counter("sextet_rollout_samples_total", "Finished samples.", ["finish"])
 
 log = structlog.get_logger()
 
@@ -152,30 +165,36 @@ class RolloutRole:
         if loaded.config.rollout.agents:
             rows = list(zip(wanted, examples, strict=True))
             return await self._converse(loaded, backend, request, place, rows)
-        keeper = self.kept.keeper(request, place)
-        found = {(sample.uid, sample.sample): sample for sample in await self.kept.find(place, wanted, request)}
+        keys = [RowKey(row.uid, row.sample) for row in wanted]
+        about = dict(zip(keys, examples, strict=True))
+        make = partial(block_of, examples=about, tokenizer=loaded.prompts.tokenizer, params=params)
+        found = await self.kept.find(place, wanted, request)
+        done = {RowKey(sample.uid, sample.sample) for sample in found}
+        left = [row for key, row in zip(keys, wanted, strict=True) if key not in done]
+        making = Making(make, _nothing if request.validation else partial(self.kept.keep_finished, place), found)
         with self._queued(len(wanted)):
-            try:
-                async with backend.turn():
-                    async for sample in backend.generate([row for row in wanted if (row.uid, row.sample) not in found]):
-                        found[sample.uid, sample.sample] = told_apart(sample, params, loaded.facts.context)
-                        await keeper.add(found[sample.uid, sample.sample])
-                        await hit_async("rollout.sample")
-            except EngineError as error:
-                fault = await backend.health()
-                # An engine that was released meanwhile says nothing about the one that took its place.
-                if backend is self._backend:
-                    self._fault = fault
-                raise FailedPrecondition(str(error)) from error
-        samples = [found[row.uid, row.sample] for row in wanted]
-        before = [len(row.partial.response_ids) if row.partial else 0 for row in wanted]
-        _count(samples, before)
-        making = asyncio.to_thread(block_of, samples, examples, loaded.prompts.tokenizer, params)
-        block, _ = await asyncio.gather(making, keeper.flush())
-        oldest = [min(sample.versions, default=self.version()) for sample in samples]
-        cut = [place for place, sample in enumerate(samples) if sample.finish == "aborted"]
-        metrics = metrics_of(samples, before, time.monotonic() - started)
-        return Generated(block, token_counts(samples), metrics, oldest, cut)
+            async with contextlib.aclosing(self._sample(backend, left)) as samples:
+                async for sample in samples:
+                    await making.add(told_apart(sample, params, loaded.facts.context))
+                    await hit_async("rollout.sample")
+        block = await making.block(keys)
+        before = sum(len(row.partial.response_ids) for row in wanted if row.partial)
+        metrics = metrics_of(block, before, time.monotonic() - started)
+        made = Generated(block, token_counts(block), metrics, oldest_of(block, self.version()), cut_of(block))
+        _count(made)
+        return made
+
+    async def _sample(self, backend: GenerationBackend, rows: Sequence[SampleRequest]) -> AsyncGenerator[Sample]:
+        try:
+            async with backend.turn():
+                async for sample in backend.generate(rows):
+                    yield sample
+        except EngineError as error:
+            fault = await backend.health()
+            # An engine that was released meanwhile says nothing about the one that took its place.
+            if backend is self._backend:
+                self._fault = fault
+            raise FailedPrecondition(str(error)) from error
 
     async def _converse(
         self,
@@ -192,10 +211,7 @@ class RolloutRole:
                     made = await self._conversations.generate(request, place, rows, tokenizer, patience)
             except EngineError as error:
                 raise FailedPrecondition(str(error)) from error
-        for part in ("prompt", "response"):
-            TOKENS.labels(part).inc(made.metrics[f"{part}_tokens"])
-        for finish in made.block[columns.FINISH].texts():
-            SAMPLES.labels(finish).inc()
+        _count(made)
         return made
 
     @contextlib.contextmanager
@@ -302,8 +318,12 @@ def _requests(
     return rows, examples
 
 
-def _count(samples: Sequence[Sample], before: Sequence[int]) -> None:
-    for sample, already in zip(samples, before, strict=True):
-        TOKENS.labels("prompt").inc(len(sample.prompt_ids))
-        TOKENS.labels("response").inc(len(sample.response_ids) - already)
-        SAMPLES.labels(sample.finish).inc()
+def _nothing(block: Block) -> None:
+    """What is kept of a validation."""
+
+
+def _count(made: Generated) -> None:
+    for part in ("prompt", "response"):
+        TOKENS.labels(part).inc(made.metrics[f"{part}_tokens"])
+    for finish, count in Counter(made.block[columns.FINISH].texts()).items():
+        SAMPLES.labels(finish).inc(count)

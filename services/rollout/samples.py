@@ -1,6 +1,6 @@
 """Samples as a block of columns, and the numbers of a generation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,15 +31,17 @@ class Generated:
 
 
 def block_of(
-    samples: Sequence[Sample], examples: Sequence[PromptExample], tokenizer: Any, params: SamplingParams
+    samples: Sequence[Sample], examples: Mapping[RowKey, PromptExample], tokenizer: Any, params: SamplingParams
 ) -> Block:
     """One row per sample, in this order; `examples` are the dataset rows they answer."""
+    keys = tuple(RowKey(sample.uid, sample.sample) for sample in samples)
+    answered = [examples[key] for key in keys]
     texts = {
-        columns.PROMPT_JSON: [example.prompt_json for example in examples],
+        columns.PROMPT_JSON: [example.prompt_json for example in answered],
         columns.RESPONSE: response_texts(tokenizer, samples, params),
-        columns.DATA_SOURCE: [example.data_source for example in examples],
-        columns.GROUND_TRUTH: [example.ground_truth for example in examples],
-        columns.EXTRA_INFO: [example.extra_info for example in examples],
+        columns.DATA_SOURCE: [example.data_source for example in answered],
+        columns.GROUND_TRUTH: [example.ground_truth for example in answered],
+        columns.EXTRA_INFO: [example.extra_info for example in answered],
         columns.FINISH: [sample.finish for sample in samples],
     }
     found = {
@@ -48,7 +50,16 @@ def block_of(
         columns.RESPONSE_MASK: Ragged.from_rows([np.ones(len(sample.response_ids)) for sample in samples], "uint8"),
         **{name: Ragged.from_text(text) for name, text in texts.items()},
     }
-    return Block(tuple(RowKey(sample.uid, sample.sample) for sample in samples), found)
+    return Block(keys, found)
+
+
+def together(blocks: Sequence[Block]) -> Block:
+    """The blocks' rows as one block; they have the same columns."""
+    found = {}
+    for name, first in blocks[0].columns.items():
+        data = np.concatenate([block[name].data for block in blocks])
+        found[name] = Ragged(data, np.concatenate([block[name].lengths for block in blocks]), first.text)
+    return Block(tuple(key for block in blocks for key in block.rows), found)
 
 
 EARLIER = (columns.PROMPT_IDS, columns.RESPONSE_IDS, columns.ROLLOUT_LOGPROBS, columns.VERSIONS)
@@ -88,27 +99,37 @@ def told_apart(sample: Sample, params: SamplingParams, context: int) -> Sample:
     return replace(sample, finish="aborted") if sample.finish == "length" and room else sample
 
 
-def token_counts(samples: Sequence[Sample]) -> list[int]:
+def token_counts(block: Block) -> list[int]:
     """Prompt and response tokens of each row."""
-    return [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
+    return (block[columns.PROMPT_IDS].lengths + block[columns.RESPONSE_IDS].lengths).tolist()
 
 
-def metrics_of(samples: Sequence[Sample], earlier: Sequence[int], seconds: float) -> dict[str, float]:
+def oldest_of(block: Block, version: int) -> list[int]:
+    """Of each row, the oldest version among its tokens; `version` where it has none."""
+    return [int(versions.min()) if versions.size else version for versions in block[columns.VERSIONS].rows()]
+
+
+def cut_of(block: Block) -> list[int]:
+    """Places of the rows that a budget cut, or an abort."""
+    return [place for place, finish in enumerate(block[columns.FINISH].texts()) if finish == "aborted"]
+
+
+def metrics_of(block: Block, earlier: int, seconds: float) -> dict[str, float]:
     """Counts add up over replicas, means do over rows; `seconds` is the wall time of this generation.
 
     Args:
-        earlier: response tokens that each row had before.
+        earlier: response tokens that the rows had before.
     """
-    lengths = [len(sample.response_ids) for sample in samples]
-    made = sum(lengths) - sum(earlier)
+    lengths = block[columns.RESPONSE_IDS].lengths
+    made = int(lengths.sum()) - earlier
     return {
         "seconds": seconds,
-        "prompt_tokens": sum(len(sample.prompt_ids) for sample in samples),
+        "prompt_tokens": int(block[columns.PROMPT_IDS].lengths.sum()),
         "response_tokens": made,
         "tokens_per_second": made / max(seconds, 1e-9),
         "response_length": float(np.mean(lengths)),
-        "response_length_max": max(lengths),
-        "response_length_min": min(lengths),
-        "truncated_share": float(np.mean([sample.finish == "length" for sample in samples])),
-        "logprob": float(np.mean(np.concatenate([sample.logprobs for sample in samples]))),
+        "response_length_max": int(lengths.max()),
+        "response_length_min": int(lengths.min()),
+        "truncated_share": float(np.mean([finish == "length" for finish in block[columns.FINISH].texts()])),
+        "logprob": float(np.mean(block[columns.ROLLOUT_LOGPROBS].data, dtype=np.float64)),
     }

@@ -100,7 +100,7 @@ async def test_a_restarted_replica_answers_with_the_same_samples(tmp_path: Path,
 async def test_a_replica_that_dies_amid_a_call_draws_only_what_was_not_finished(
     tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.rollout.kept.FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr("services.rollout.making.PART_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
         await generate(await restarted(tmp_path, config, FakeDice(dies_after=3)), request())
     finished = list(drawn)

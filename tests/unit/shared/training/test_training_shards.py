@@ -93,11 +93,14 @@ def on_rank(group: Group, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def mishaps(group: Group, engine: Engine[Any], directory: Path) -> list[str]:
-    """What all ranks say of a full disk of one, and of a damaged file; and whether nothing has changed."""
+    """What all ranks say of a full disk of one, of a disk of its own, and of a damaged file; whether nothing changed."""
     before, keep = parts(engine), Local.put
     if group.rank == 1:
         Local.put = no_space
     full = refused(partial(save, engine, str(directory)))
+    if group.rank == 1:
+        Local.put = lambda *_: "0"
+    own = refused(partial(save, engine, str(directory)))
     Local.put = keep
     path = directory / "rank-1" / MODEL
     content = path.read_bytes()
@@ -109,7 +112,7 @@ def mishaps(group: Group, engine: Engine[Any], directory: Path) -> list[str]:
     group.exchange(None)
     if group.rank == 0:
         path.write_bytes(content)
-    return [full, damaged, "unchanged" if unchanged(engine, before) else "changed"]
+    return [full, own, damaged, "unchanged" if unchanged(engine, before) else "changed"]
 
 
 def no_space(*_: object) -> str:
@@ -139,8 +142,10 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(tiny_llama: Path, tmp_p
             for key, moment in one.optimizer.state().items():
                 torch.testing.assert_close(other.optimizer.state()[key], moment, rtol=1e-4, atol=1e-6)
     for rank in results:
-        full, damaged, after = rank["mishaps"]
+        full, own, damaged, after = rank["mishaps"]
         assert re.search(r"No space left on device \(it needs \d+ bytes\) \(rank 1\)", full)
+        assert "rank-1" in own
+        assert "has to be one that all ranks see (rank 0)" in own
         assert f"rank-1/{MODEL}' is damaged" in damaged
         assert after == "unchanged"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fsdp", "one", "tp"], "no draft is left"

@@ -337,6 +337,45 @@ def test_who_stops_answering_ends_the_transfer_within_its_time(rank):
     assert f"{answer.names[rank]} did not answer in time" in str(outcomes[1 - rank]), outcomes
 
 
+def test_a_group_that_never_comes_about_costs_its_own_transfer_only(monkeypatch):
+    """NCCL waits without end for a member that died on its way into a group, in a thread that nobody can stop."""
+    monkeypatch.setattr("shared.weights.part.GRACE_SECONDS", 0.1)
+    state, ended = model(), threading.Event()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name != "head"}
+    parts = [WirePart(HOST), WirePart(HOST)]
+
+    def hanging(*args: Any, old: Any = group._backend) -> Any:
+        if threading.current_thread().name == "hangs":
+            ended.wait()
+        return old(*args)
+
+    monkeypatch.setattr(group, "_backend", hanging)
+    layouts = replicated(shapes, 1), replicated(shapes, 1)
+    store, lost = agreed(state, *layouts, seconds=1.0)
+    outcome: list[Any] = []
+
+    def send() -> None:
+        with pytest.raises(WireError):
+            parts[0].send(lost, 0, state, store)
+        outcome.append("ended")
+
+    thread = threading.Thread(target=send, name="hangs", daemon=True)
+    thread.start()
+    [error] = in_threads(lambda: parts[1].receive(lost, 1, CPU))
+    assert isinstance(error, WireError)
+    time.sleep(max(0.0, parts[0]._until - time.monotonic()) + 0.1)
+    other, answer = agreed(state, *layouts)
+    for _ in range(2):
+        outcomes = in_threads(lambda: parts[0].send(answer, 0, state, other), lambda: parts[1].receive(answer, 1, CPU))
+        assert outcomes[0] is None, outcomes
+        assert digests_of(outcomes[1][1], shapes) == {name: tensor_digest(state[name]) for name in shapes}
+        # Whoever was left behind comes back one day, and harms nobody.
+        ended.set()
+        thread.join(30)
+        assert outcome == ["ended"]
+    assert parts[0].holds == parts[1].holds == answer.group
+
+
 # ---- the whole way: joining over gRPC
 
 
