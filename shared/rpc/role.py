@@ -18,6 +18,7 @@ from shared.config_loading import parse_config
 from shared.gen.sextet.v1 import role_pb2, role_pb2_grpc
 from shared.rpc.errors import FailedPrecondition, InvalidArgument, Unavailable
 from shared.rpc.history import Applied
+from shared.rpc.memory import settle, unsettle
 from shared.rpc.operations import Operations
 from shared.rpc.ranks import Alone, Handlers, Ranks
 from shared.rpc.server import EXIT_WEDGED
@@ -205,6 +206,7 @@ class RoleServicer(role_pb2_grpc.RoleServiceServicer):
         if self._run and self._run != run:
             # It may be paused: what it has on disk stays.
             await self._let_go(self._run)
+        unsettle()
         # Set first: when it fails half-way, a release must still clean up.
         self._run, self._ready, self.standing = run, False, ""
         self._staged = None
@@ -215,6 +217,7 @@ class RoleServicer(role_pb2_grpc.RoleServiceServicer):
         if applied and applied.id.run == run:
             self._operations.restore(applied)
         self._ready, self._facts = True, dict(configured.facts)
+        settle()
         return role_pb2.ConfigureResponse(version=configured.version, facts=configured.facts)
 
     async def _configured(self, config: RunConfig, run: str, checkpoint: str | None) -> Configured:
@@ -266,6 +269,7 @@ class RoleServicer(role_pb2_grpc.RoleServiceServicer):
         self._operations.forget(run)
         self._store.release(run, None)
         if self._run == run:
+            unsettle()
             await self._backend.release(run)
             self._run, self._ready, self._facts, self.standing = "", False, {}, ""
             self._staged = None

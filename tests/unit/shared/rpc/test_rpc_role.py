@@ -1,7 +1,9 @@
 """RoleService: configure, release, describe, and what they do to operations and batches."""
 
 import asyncio
+import gc
 import json
+import weakref
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,36 @@ async def test_configure_describe_release(role: RunningRole) -> None:
     await call(role.role.ReleaseRun, role_pb2.ReleaseRunRequest(run="r", epoch=1), timeout=5)
     assert role.parts.backend.calls == [("configure", "r", "some/dir"), ("release", "r")]
     assert (await describe(role)).run == ""
+
+
+class Loop:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.mark.parametrize("verb", ["configure", "release"])
+async def test_what_is_loaded_is_out_of_the_collectors_sight_until_it_is_let_go(
+    role: RunningRole, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Loop()
+    gone = weakref.ref(model)
+    await call(role.role.Configure, configure(), timeout=5)
+    assert gc.get_freeze_count() > 1000
+    assert not any(known is model for known in gc.get_objects())
+    del model
+
+    async def collect(*_: Any) -> Configured:
+        gc.collect()
+        return Configured(0)
+
+    monkeypatch.setattr(role.parts.backend, verb, collect)
+    if verb == "configure":
+        await call(role.role.Configure, configure(part="again"), timeout=5)
+    else:
+        await call(role.role.ReleaseRun, role_pb2.ReleaseRunRequest(run="r", epoch=1), timeout=5)
+    assert gone() is None
 
 
 async def test_another_run_takes_over_and_the_old_one_is_fenced(role: RunningRole) -> None:
