@@ -8,7 +8,7 @@ import errno
 import functools
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +121,7 @@ class StateCopy:
                 if group.rank == 0:
                     hit("checkpoint.manifest")
                     with _written(directory, needed), stack.pop_all():
+                        _refuse_unseen(draft, files)
                         (draft / MANIFEST).put(memoryview(manifest))
 
             draft = place(group.exchange(on_all(group, begin))[0])
@@ -189,6 +190,15 @@ def _written(directory: Place, needed: int) -> Iterator[None]:
     except OSError as error:
         room = f" (it needs {needed} bytes)" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise CheckpointError(f"checkpoint {str(directory)!r} could not be written: {error}{room}") from error
+
+
+def _refuse_unseen(draft: Place, files: Iterable[str]) -> None:
+    """Ranks of several machines may each have written to a disk of their own: nobody could load that."""
+    if isinstance(draft, Local) and (unseen := [name for name in files if not (draft / name).exists()]):
+        raise CheckpointError(
+            f"{str(draft / unseen[0])!r} was written by another rank and is not seen by rank 0: the run's directory, "
+            "or checkpoint.directory, has to be one that all ranks see"
+        )
 
 
 def _refuse_full_disk(directory: Place, needed: int) -> None:

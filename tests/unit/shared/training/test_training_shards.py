@@ -93,7 +93,7 @@ def on_rank(group: Group, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def mishaps(group: Group, engine: Engine[Any], directory: Path) -> list[str]:
-    """What all ranks say of a full disk of one, of a disk of its own, and of a damaged file; whether nothing changed."""
+    """What all ranks say of a full disk, a disk of its own, and a damaged file of one rank; if nothing has changed."""
     before, keep = parts(engine), Local.put
     if group.rank == 1:
         Local.put = no_space
