@@ -45,7 +45,7 @@ class WirePart:
         self._agreed: tuple[str, Agreement | None] = ("", None)
         self.seconds: dict[str, float] = {}
         self._stream: torch.cuda.Stream | None = None
-        self._lock = threading.Lock()
+        self._lock, self._until = threading.Lock(), math.inf
 
     @property
     def holds(self) -> str:
@@ -98,23 +98,35 @@ class WirePart:
         store: TCPStore | None,
     ) -> None:
         deadline = time.monotonic() + answer.seconds
-        if not self._lock.acquire(timeout=answer.seconds):
-            raise WireError("an earlier transfer has not ended")
+        lock = self._turn(answer.seconds, deadline)
         try:
             device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
             # A thread begins on GPU 0, wherever the tensors are.
             with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-                group = self._joined(answer, agreement, rank, store)
+                group = self._joined(answer, agreement, rank, store, lock)
                 with self._timed("transfer"), self._beside(device):
                     _map(agreement, answer, rank, local)
                     run(agreement.schedule, group, local, deadline)
         except Exception as error:
             why = str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}"
-            # What is left on the stream may never end.
-            group, self._group, self._stream = self._group, None, None
+            group = None
+            if lock is self._lock:
+                # What is left on the stream may never end.
+                group, self._group, self._stream = self._group, None, None
             raise WireError(group.give_up(why) if group is not None else why) from error
         finally:
-            self._lock.release()
+            lock.release()
+
+    def _turn(self, seconds: float, deadline: float) -> threading.Lock:
+        """Waits for the transfer before this one; what to release at the end. Raises WireError."""
+        if self._lock.locked() and time.monotonic() > self._until:
+            # NCCL waits without end for a member that died on its way into a group: that thread is left behind.
+            self._lock, self._group, self._stream = threading.Lock(), None, None
+        lock = self._lock
+        if not lock.acquire(timeout=seconds):
+            raise WireError("an earlier transfer has not ended")
+        self._until = deadline + GRACE_SECONDS
+        return lock
 
     @contextlib.contextmanager
     def _beside(self, device: torch.device) -> Iterator[None]:
@@ -143,15 +155,23 @@ class WirePart:
         self.seconds[what] = time.perf_counter() - began
 
     def _joined(
-        self, answer: weights_pb2.JoinResponse, agreement: Agreement, rank: int, store: TCPStore | None
+        self,
+        answer: weights_pb2.JoinResponse,
+        agreement: Agreement,
+        rank: int,
+        store: TCPStore | None,
+        lock: threading.Lock,
     ) -> Group:
         if self._group is None or self.holds != answer.group:
             self.close()
             routes = agreement.schedule.routes
             channel = "gloo" if answer.channel == "gloo" else "nccl"
-            self._group = Group(
+            made = Group(
                 answer.group, answer.store, self.host, channel, rank, answer.names, routes, answer.seconds, store
             )
+            if lock is not self._lock:
+                raise WireError(made.give_up("it was left behind"))
+            self._group = made
         return self._group
 
 

@@ -340,18 +340,19 @@ def test_who_stops_answering_ends_the_transfer_within_its_time(rank):
 def test_a_group_that_never_comes_about_costs_its_own_transfer_only(monkeypatch):
     """NCCL waits without end for a member that died on its way into a group, in a thread that nobody can stop."""
     monkeypatch.setattr("shared.weights.part.GRACE_SECONDS", 0.1)
-    state, ended = model(), threading.Event()
+    state, reached, ended = model(), threading.Event(), threading.Event()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name != "head"}
     parts = [WirePart(HOST), WirePart(HOST)]
 
     def hanging(*args: Any, old: Any = group._backend) -> Any:
         if threading.current_thread().name == "hangs":
+            reached.set()
             ended.wait()
         return old(*args)
 
     monkeypatch.setattr(group, "_backend", hanging)
     layouts = replicated(shapes, 1), replicated(shapes, 1)
-    store, lost = agreed(state, *layouts, seconds=1.0)
+    store, lost = agreed(state, *layouts, seconds=3.0)
     outcome: list[Any] = []
 
     def send() -> None:
@@ -363,6 +364,7 @@ def test_a_group_that_never_comes_about_costs_its_own_transfer_only(monkeypatch)
     thread.start()
     [error] = in_threads(lambda: parts[1].receive(lost, 1, CPU))
     assert isinstance(error, WireError)
+    assert reached.is_set()
     time.sleep(max(0.0, parts[0]._until - time.monotonic()) + 0.1)
     other, answer = agreed(state, *layouts)
     for _ in range(2):
