@@ -294,12 +294,13 @@ class Client:
         )
 
     async def measure(self, found: "Found") -> None:
-        """One replica alone, then all."""
+        """One replica alone and all of them, by turns: a host is not as fast at all times."""
         await self._generate(max(self._job["rows"]), len(self._channels), WARM_TOKENS)
-        for replicas in sorted({1, len(self._channels)}):
-            for rows in self._job["rows"]:
-                tries = [await self._generate(rows, replicas, 0) for _ in range(self._job["tries"])]
-                found(result(rows, tries, replicas))
+        sizes = sorted({1, len(self._channels)})
+        for rows in self._job["rows"]:
+            tries = [[await self._generate(rows, size, 0) for size in sizes] for _ in range(self._job["tries"])]
+            for size, measured in zip(sizes, zip(*tries, strict=True), strict=True):
+                found(result(rows, measured, size))
 
     async def close(self) -> None:
         await self._connections.close()
