@@ -206,12 +206,13 @@ def services(as_json: Json = False) -> None:
     """Lists the registered services."""
     with Client() as client:
         found = client.services()
-    heads = ["role", "replica", "state", "run", "version", "running", "endpoint", "metrics"]
+    heads = ["role", "replica", "state", "run", "version", "running", "device", "endpoint", "metrics"]
     table = Table(*(Column(head, no_wrap=head in ("replica", "endpoint")) for head in heads))
     for each in found:
         version = str(each.version) if each.version >= 0 else ""
         facts = each.facts.get("fault") or each.facts.get("weights") or each.facts.get("metrics", "")
-        table.add_row(each.role, each.replica, each.state, each.run, version, str(each.running), each.endpoint, facts)
+        shown = each.role, each.replica, each.state, each.run, version, str(each.running), each.facts.get("device", "")
+        table.add_row(*shown, each.endpoint, facts)
     out([as_dict(each) for each in found], table, as_json)
 
 

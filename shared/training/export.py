@@ -15,6 +15,7 @@ from .group import Group
 from .lora import B, is_adapter, merged
 from .models import Policy, ValueModel
 from .parallel import ONE, Parallel
+from .sharding import device_of
 from .shards import on_all
 
 
@@ -111,7 +112,6 @@ def _write(policy: Policy, weights: dict[str, Tensor], tokenizer: PreTrainedToke
 
 def describe(model: Policy | ValueModel, parallel: Parallel) -> dict[str, str]:
     """Facts for people. All ranks together."""
-    parameter = next(model.parameters())
     ranks = {}
     if parallel.group.size > 1:
         stages = f"{parallel.pp} stages x " if parallel.pp > 1 else ""
@@ -127,7 +127,8 @@ def describe(model: Policy | ValueModel, parallel: Parallel) -> dict[str, str]:
         "parameters": str(counts[0]),
         "trained": str(counts[1]),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(parameter.device),
+        # Where it computes, each once, in order of ranks.
+        "device": ", ".join(dict.fromkeys(parallel.group.exchange(str(device_of(model, parallel))))),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
     }

@@ -178,6 +178,7 @@ def test_commands_for_scripts(served: Home) -> None:
     assert queued["id"] in [run["id"] for run in json.loads(served.sextet("runs", "--json").stdout)]
     services = json.loads(served.sextet("services", "--json").stdout)
     assert {service["role"] for service in services} == ROLES | {"controller"}
+    assert "device" in served.sextet("services").stdout
     assert served.sextet("pause", queued["id"]).returncode == 2
     again = served.sextet("up")
     assert again.returncode == 3

@@ -77,10 +77,10 @@ class TorchActor:
     async def configure(self, config: RunConfig, run: str, checkpoint: str | None) -> Configured:
         self._training.drop()
         training = await compute(_load, config, checkpoint, self._group)
+        facts = await compute(describe, training.engine.model, training.engine.parallel)
         if config.actor.park:
             await compute(training.parking.park)
         self._training.hold(run, training)
-        facts = await compute(describe, training.engine.model, training.engine.parallel)
         return Configured(training.engine.optimizer.steps, facts, training.last_applied)
 
     async def stage(self) -> StagedState:

@@ -1,6 +1,7 @@
 """Any Hugging Face causal language model; clear words for those that can't be used."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from transformers import (
 
 from shared.config import ModelConfig, TrainingConfig
 from shared.training.errors import ModelError
+from shared.training.export import describe
+from shared.training.group import Group
 from shared.training.models import load_policy, load_value_model
+from shared.training.parallel import ONE, Parallel
 from shared.training.sequences import collate
 from tests.unit.shared.training.test_training_logprobs import CPU, make_block, reference
 
@@ -97,3 +101,13 @@ def test_an_unknown_device_is_named(tiny_llama: Path) -> None:
         load_policy(ModelConfig(path=str(tiny_llama), device="cuda:77"))
     with pytest.raises(ValueError, match=r"model\.device: 'gpu' is not a device"):
         load_policy(ModelConfig(path=str(tiny_llama), device="gpu"))
+
+
+def test_devices_of_all_ranks_are_told(tiny_llama: Path) -> None:
+    class Two(Group):
+        def exchange(self, value: Any) -> list[Any]:
+            return [value, "cuda:1"]
+
+    policy = load_policy(ModelConfig(path=str(tiny_llama)))
+    assert describe(policy, Parallel(Two(0, 2), shards=2))["device"] == "cpu, cuda:1"
+    assert describe(policy, ONE)["device"] == "cpu"
