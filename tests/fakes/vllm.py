@@ -71,7 +71,7 @@ class FakeVllm:
             self._rows -= 1
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        if method in ("sextet_load", "sextet_take"):
+        if method == "sextet_take":
             await asyncio.sleep(0)
             assert WEIGHTS not in self.asleep
             self.done.append("load")

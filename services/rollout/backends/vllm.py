@@ -218,7 +218,7 @@ class VllmBackend:
             await self._answer(engine.pause_generation(mode="wait"), LOAD_TIMEOUT)
             # A cache that is asleep comes back empty.
             scrub = self._scrub and not self._sleep.asleep
-            await self._answer(engine.collective_rpc(weights.method, args=(*weights.arguments, scrub)), LOAD_TIMEOUT)
+            await self._answer(engine.collective_rpc("sextet_take", args=(weights.path, scrub)), LOAD_TIMEOUT)
             if not await self._answer(engine.reset_prefix_cache()):
                 raise EngineError("vLLM did not give up its prefix cache, which holds what the old weights computed")
             await self._answer(engine.resume_generation())

@@ -21,6 +21,7 @@ _OURS = {
     "max_model_len": "data.max_prompt_tokens and rollout.max_tokens",
     "trust_remote_code": "nothing: code of a model is never run",
     "worker_extension_cls": "nothing: it is how weights arrive",
+    "weight_transfer_config": "nothing: it is how weights arrive",
     "enable_sleep_mode": "rollout.sleep",
     "logprobs_mode": "nothing: log-probs are at the temperature, before top_k and top_p",
     "skip_tokenizer_init": "nothing: the engine works on token ids",
@@ -87,6 +88,8 @@ def engine_args(config: RunConfig, length: int) -> dict[str, Any]:
         "enable_sleep_mode": config.rollout.sleep,
         "disable_log_stats": True,
         "worker_extension_cls": "services.rollout.backends.vllm_worker.SextetWorker",
+        # By the name under which vllm_transfer.py registers itself in the workers.
+        "weight_transfer_config": {"backend": "sextet"},
         "scheduler_cls": "services.rollout.backends.vllm_scheduler.make_scheduler",
         # Compiling for a CPU takes a minute and wins little.
         "enforce_eager": current_platform.is_cpu(),

@@ -19,15 +19,10 @@ class WeightsFile:
     """A version in a private directory of its own."""
 
     version: int
-    path: Path
-    method = "sextet_load"
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        return (str(self.path),)
+    path: str
 
     def remove(self) -> None:
-        shutil.rmtree(self.path.parent, ignore_errors=True)
+        shutil.rmtree(Path(self.path).parent, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -35,8 +30,7 @@ class InWorkers:
     """A version that the workers have received themselves."""
 
     version: int
-    method = "sextet_take"
-    arguments = ()
+    path = ""
 
     def remove(self) -> None:
         """The workers let go of it with the next one."""
@@ -66,7 +60,7 @@ def write_weights(version: int, tensors: Mapping[str, Tensor], model: nn.Module)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    return WeightsFile(version, path)
+    return WeightsFile(version, str(path))
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker processes: our log-probs, exact resumption, and weights from a file.
+"""What runs inside vLLM's worker processes: our log-probs, exact resumption, and the way to new weights.
 
 vLLM's `raw_logprobs` are before the temperature and its `processed_logprobs` after min_tokens, top_k and top_p. Ours
 are in between (see Sample.logprobs), so the sampler of either model runner is made to report
@@ -8,21 +8,16 @@ log_softmax(logits / temperature). Nothing else of its sampling is changed.
 # vLLM is an extra: most environments that check types do not have it.
 # pyright: reportMissingImports=false
 
-import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from vllm.v1.sample.sampler import Sampler
 
-from shared.gen.sextet.v1 import weights_pb2
-from shared.training.lora import merge_adapters
-from shared.weights.codec import NOTHING, Kept, by_every_name
+from services.rollout.backends.vllm_transfer import SextetTransfer
 from shared.weights.memory import device_name, this_host, visible_devices
-from shared.weights.part import WirePart
 
 _MASK64 = 2**64 - 1
 START_BITS = 16
@@ -35,9 +30,12 @@ class SextetWorker:
     model_runner: Any
     rank: int
     device: torch.device
-    _part: WirePart | None = None
-    _arriving: "_Arriving | None" = None
-    _kept: Kept = NOTHING
+    weight_transfer_engine: SextetTransfer
+    # vLLM's own, which hand over to that.
+    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
     def sextet_setup(self) -> str:
         """Makes the sampler ours.
@@ -55,102 +53,42 @@ class SextetWorker:
     def sextet_ping(self) -> bool:
         return True
 
-    def sextet_load(self, path: str, scrub: bool) -> None:
-        """Takes weights, by checkpoint names, from a safetensors file.
-
-        Args:
-            scrub: keys and values are zeroed, too. Masked positions count 0 times what stands there: NaN if that is.
-        """
-
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    yield name, file.get_tensor(name)
-
-        self._take(tensors(), scrub)
-
     def sextet_place(self) -> dict[str, Any]:
         """Where this worker is, for a transfer to it."""
-        device = self.device
+        device, transfer = self.device, self.weight_transfer_engine
         return {
             "type": device.type,
             "host": this_host(),
             "device": device_name(device),
             "sees": visible_devices(device),
-            "holds": self._part.holds if self._part else "",
-            "has": dict(self._kept.digests),
+            "holds": transfer.part.holds if transfer.part else "",
+            "has": dict(transfer.kept.digests),
         }
 
     def sextet_receive(self, answer: bytes, first_rank: int, host: str, keep: bool) -> None:
-        """Starts to take part in a transfer (a JoinResponse), as rank `first_rank` and this worker's own.
-
-        Args:
-            keep: what is taken stays in main memory, so that what does not change need not travel again.
-        """
-        self._part = self._part or WirePart(host)
-        self._arriving = None
-        self._arriving = _Arriving(self._part, answer, first_rank + self.rank, self.device, self._kept, keep)
+        """Starts to take part in a transfer (see vllm_transfer.Begin), as rank `first_rank` and this worker's own."""
+        begin = {"answer": answer, "rank": first_rank + self.rank, "host": host, "device": self.device, "keep": keep}
+        self.init_weight_transfer_engine(begin)
 
     def sextet_received(self) -> dict[str, Any]:
         """How far that is."""
-        arriving = self._arriving
+        arriving = self.weight_transfer_engine.arriving
         assert arriving is not None
         return {"done": arriving.done, "error": arriving.error, "pieces": arriving.pieces if arriving.done else []}
 
-    def sextet_take(self, scrub: bool) -> None:
-        """Takes what arrived. `scrub` as in sextet_load."""
-        arriving, self._arriving = self._arriving, None
-        assert arriving is not None
-        self._kept = arriving.now
-        self._take(iter(arriving.tensors.items()), scrub)
+    def sextet_take(self, path: str, scrub: bool) -> None:
+        """Takes the weights of a file or, without a path, those that arrived.
 
-    def _take(self, tensors: Iterator[tuple[str, Tensor]], scrub: bool) -> None:
-        self.model_runner.reload_weights(weights_iterator=tensors)
+        Args:
+            scrub: keys and values are zeroed, too. Masked positions count 0 times what stands there: NaN if that is.
+        """
+        self.start_weight_update()
+        self.update_weights({"path": path})
+        self.finish_weight_update()
         if scrub:
             for cache in self.model_runner.kv_caches:
                 for part in cache if isinstance(cache, list) else [cache]:
                     part.zero_()
-
-
-class _Arriving:
-    """A version on its way into this worker, in a thread: generation goes on meanwhile.
-
-    Attributes:
-        tensors: by every name, adapters merged.
-        now: what is kept of it.
-    """
-
-    def __init__(self, part: WirePart, answer: bytes, rank: int, device: torch.device, kept: Kept, keep: bool) -> None:
-        self._kept, self._keep, self.now = kept, keep, NOTHING
-        self.error = ""
-        self.pieces: list[bytes] = []
-        self.tensors: dict[str, Tensor] = {}
-        self._part, self._rank, self._device = part, rank, device
-        self._answer = weights_pb2.JoinResponse.FromString(answer)
-        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
-        self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            received, pieces = self._part.receive(self._answer, self._rank, self._device)
-            self._keep_and_merge(received)
-            self.pieces = [piece.SerializeToString() for piece in pieces]
-        except Exception as error:  # noqa: BLE001 - whoever asks must hear of it
-            self.error = str(error) or type(error).__name__
-
-    def _keep_and_merge(self, received: dict[str, Tensor]) -> None:
-        manifest = self._answer.manifest
-        here = {name: self._kept.tensors[name] for name in self._answer.ranks[self._rank].keeps}
-        # By every name, as vLLM keeps an old head otherwise.
-        tensors = by_every_name(manifest, {**here, **received})
-        if self._keep:
-            digests = {info.name: info.digest for info in manifest.tensors}
-            self.now = Kept(digests, {name: tensor.cpu() for name, tensor in tensors.items()})
-        self.tensors = merge_adapters(tensors)
 
 
 class TemperedSampler(Sampler):

@@ -27,6 +27,7 @@ from tests.fakes.tiny import write_tiny_llama
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from services.rollout.backends.vllm import VllmBackend
 from services.rollout.backends.vllm_receiver import VllmReceiver
+from services.rollout.backends.vllm_transfer import SextetTransfer
 from services.rollout.backends.vllm_worker import SextetWorker
 
 torch.set_num_threads(1)
@@ -34,16 +35,27 @@ _numbers = itertools.count()
 
 
 class Worker(SextetWorker):
-    """A worker whose model runner keeps what it is given."""
+    """A worker whose model keeps what it is given, with what vLLM's worker does with its weight-transfer engine."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.device = rank, torch.device("cpu")
-        self.model_runner = self
-        self.kv_caches = [torch.full((3,), torch.nan)]
+        self.model_runner = SimpleNamespace(kv_caches=[torch.full((3,), torch.nan)])
         self.loaded: dict[str, torch.Tensor] = {}
+        self.weight_transfer_engine = object.__new__(SextetTransfer)
+        self.weight_transfer_engine.model = SimpleNamespace(load_weights=self.load)
 
-    def reload_weights(self, weights_iterator: Any) -> None:
-        self.loaded = dict(weights_iterator)
+    def load(self, weights: Any) -> None:
+        self.loaded = dict(weights)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.weight_transfer_engine.init_transfer_engine(self.weight_transfer_engine.parse_init_info(init_info))
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.weight_transfer_engine.receive_weights(self.weight_transfer_engine.parse_update_info(update_info))
+
+    def finish_weight_update(self) -> None: ...
 
 
 @pytest.fixture
@@ -51,8 +63,7 @@ def workers():
     made = [Worker(0), Worker(1)]
     yield made
     for worker in made:
-        if worker._part:
-            worker._part.close()
+        worker.weight_transfer_engine.shutdown()
 
 
 @pytest.fixture
@@ -84,10 +95,10 @@ async def test_every_worker_gets_every_tensor_and_the_group_stays(model, workers
             await take(workers, model, ref)
             assert all(worker.loaded == {} or state_digest(worker.loaded) != ref.digest for worker in workers)
             for worker in workers:
-                worker.sextet_take(scrub=True)
+                worker.sextet_take("", scrub=True)
                 assert state_digest(worker.loaded) == ref.digest
                 assert worker.loaded["lm_head.weight"] is worker.loaded["model.embed_tokens.weight"]
-                assert not worker.kv_caches[0].any()
+                assert not worker.model_runner.kv_caches[0].any()
             groups |= {place["holds"] for worker in workers for place in [worker.sextet_place()]}
     assert len(groups) == 1
 
@@ -100,7 +111,7 @@ async def test_replicas_of_two_workers_and_of_one_process_take_it_together(model
                 ref = actor.train(0.1)
                 await take(workers, model, ref, n=other)
                 for worker in workers:
-                    worker.sextet_take(scrub=False)
+                    worker.sextet_take("", scrub=False)
                     assert state_digest(worker.loaded) == ref.digest
                 assert state_digest(other.tensors) == ref.digest
             assert other.holds == workers[0].sextet_place()["holds"] != ""
