@@ -172,7 +172,10 @@ class Gatherings:
         return answer, first
 
     def _group_for(self, answer: weights_pb2.JoinResponse, gathering: _Gathering) -> tuple[str, str]:
-        """The last group, if all have it still and the layouts are the same; else the name and store of a fresh one."""
+        """The last group, if all have it still and the layouts are the same; else the name and store of a fresh one.
+
+        A group's name is its layout epoch: whatever is made of the layouts, plan and schedule, is kept with it.
+        """
         layout = weights_pb2.JoinResponse()
         layout.CopyFrom(answer)
         layout.manifest.version, layout.manifest.digest = 0, ""

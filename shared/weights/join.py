@@ -128,7 +128,10 @@ def _verify(
     manifest: weights_pb2.WeightsManifest, pieces: list[weights_pb2.WeightPiece], here: Collection[str]
 ) -> None:
     infos = {info.name: info for info in manifest.tensors}
-    found = digests_of(pieces, {name: info.shape for name, info in infos.items()})
+    try:
+        found = digests_of(pieces, {name: info.shape for name, info in infos.items()})
+    except ValueError as error:
+        raise Internal(f"version {manifest.version}: {error}") from error
     arrived = {infos[name].alias_of or name for name in found} | set(here)
     for name, info in infos.items():
         if not info.alias_of and name not in arrived:

@@ -11,8 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import xxhash
-
 
 @dataclass(frozen=True, order=True)
 class Box:
@@ -56,10 +54,6 @@ class Layout:
 
     pieces: tuple[Piece, ...]
 
-    def fingerprint(self) -> str:
-        """Same layout, same fingerprint: the layout epoch under which a plan may be kept."""
-        return xxhash.xxh3_128_hexdigest("\n".join(map(repr, sorted(self.pieces))).encode())
-
 
 @dataclass(frozen=True)
 class Place:
@@ -82,10 +76,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Plan:
-    """Transfers in the order in which every rank posts them."""
+    """Transfers in the order in which every rank posts them; kept while both layouts stay (see gather.py)."""
 
     transfers: tuple[Transfer, ...]
-    epoch: str
 
     def sent_elements(self) -> dict[int, int]:
         """Elements that leave each sending rank, a broadcast counted once."""
@@ -111,7 +104,7 @@ def make_plan(source: Layout, destination: Layout) -> Plan:
             if sum(t.box.elements for t in found) != box.elements:
                 raise ValueError(f"tensor {tensor!r}: no sender holds all of {box}")
             transfers.extend(found)
-    return Plan(tuple(transfers), f"{source.fingerprint()}-{destination.fingerprint()}")
+    return Plan(tuple(transfers))
 
 
 def _group(pieces: Iterable[Piece]) -> dict[str, dict[Box, list[Piece]]]:
