@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -30,6 +30,7 @@ from sextet.screen import console, screen, tell
 from sextet.services import keep_up, services_for_run, start_detached, stop_detached
 from shared.config import ConfigError, RunConfig
 from shared.config_loading import load_config
+from shared.devices import parse_devices
 from shared.gen.sextet.v1 import controller_pb2 as pb
 from shared.presets import describe_preset
 from shared.rpc.errors import (
@@ -66,6 +67,17 @@ Overrides = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads each process computes with; default: all cores.")]
 
+Devices = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ROLE=N,N",
+        envvar="SEXTET_DEVICES",
+        help="GPUs of a role, by number, within CUDA_VISIBLE_DEVICES where that is set: actor=0,1 is one rank on each. "
+        "Roles may share some; named again, a role's next replica is meant, and further ones begin again. "
+        "Roles that are not named see all.",
+    ),
+]
+
 
 @app.command()
 def up(
@@ -75,11 +87,15 @@ def up(
     http_port: Annotated[int, typer.Option(help="Of its HTTP API; 0 picks a free one.")] = 0,
     redis: Annotated[str | None, typer.Option(envvar="SEXTET_REDIS_URL", help="A Redis to use; default: own.")] = None,
     threads: Threads = None,
+    devices: Devices = None,
     as_json: Json = False,
 ) -> None:
     """Starts all six services on this machine and answers when they are ready."""
+    devices = devices or []
+    check_devices(devices)
     if foreground:
         options: dict[str, Any] = {"port": port, "http_port": http_port, "redis_url": redis, "threads": threads}
+        options["devices"] = devices
         with LocalServices(replicas={"rollout": rollouts}, tell=tell, **options) as local:
             tell(f"ready: gRPC {local.endpoint}, HTTP {page(local.http)}; Ctrl-C ends them")
             keep_up(local)
@@ -88,7 +104,8 @@ def up(
     if redis:
         # Not as an argument: the URL may hold a password, and command lines are public.
         os.environ["SEXTET_REDIS_URL"] = redis
-    state = start_detached([text for flag, value in given.items() if value for text in (flag, str(value))])
+    arguments = [text for flag, value in given.items() if value for text in (flag, str(value))]
+    state = start_detached([*arguments, *(text for entry in devices for text in ("--devices", entry))])
     out(
         {"pid": state.pid, "controller": state.controller, "http": state.http},
         f"up: gRPC {state.controller}, HTTP {page(state.http)}, logs {STATE_DIR / 'logs'}; `sextet down` ends them",
@@ -211,7 +228,7 @@ def services(as_json: Json = False) -> None:
     for each in found:
         version = str(each.version) if each.version >= 0 else ""
         facts = each.facts.get("fault") or each.facts.get("weights") or each.facts.get("metrics", "")
-        shown = each.role, each.replica, each.state, each.run, version, str(each.running), each.facts.get("device", "")
+        shown = each.role, each.replica, each.state, each.run, version, str(each.running), place(each)
         table.add_row(*shown, each.endpoint, facts)
     out([as_dict(each) for each in found], table, as_json)
 
@@ -264,6 +281,14 @@ def openai(
         raise Unavailable("no services run in this directory: start them with `sextet up`, or set SEXTET_REDIS_URL")
     tell(f"http://127.0.0.1:{port or '(see the log)'}/v1, the API key is the token (SEXTET_TOKEN or ~/.sextet/token)")
     os.execv(sys.executable, [sys.executable, "-m", "services.gateway", "--http", f"127.0.0.1:{port}"])
+
+
+def check_devices(devices: Sequence[str]) -> None:
+    """Before anything is started. Raises ConfigError."""
+    try:
+        parse_devices(devices, ROLES, os.environ)
+    except ConfigError as error:
+        raise ConfigError(f"--devices (SEXTET_DEVICES): {error}") from None
 
 
 def play(config: RunConfig, threads: int | None, as_json: bool) -> int:
@@ -364,6 +389,12 @@ def run_command() -> int:
     except (SextetError, subprocess.CalledProcessError) as error:
         code = complain(error, EXIT_FAILED)
     return code
+
+
+def place(service: pb.ServiceInfo) -> str:
+    """On which devices a replica computes, and which GPUs its processes count them among."""
+    gpus = service.facts.get("gpus") if service.role in ROLES else None
+    return " ".join(filter(None, (service.facts.get("device"), gpus and f"(GPUs {gpus})")))
 
 
 def page(http: str) -> str:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -58,6 +58,7 @@ class LocalServices:
         port: of the controller's gRPC API; 0 picks a free one.
         http_port: of its HTTP API; 0 picks a free one.
         threads: that each process computes with; default: OMP_NUM_THREADS, else all cores.
+        devices: "ROLE=N,N" (shared.devices); of a role that is not named: all. Default: SEXTET_DEVICES, else none.
         tell: told in a line what is going on.
     """
 
@@ -70,12 +71,14 @@ class LocalServices:
         port: int = 0,
         http_port: int = 0,
         threads: int | None = None,
+        devices: Sequence[str] = (),
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._directory, self._logs = directory.absolute(), directory.absolute() / "logs"
         self._replicas = dict.fromkeys(ROLES, 1) | dict(replicas or {})
         self._redis_url, self._port, self._http_port, self._tell = redis_url, port, http_port, tell
         self._threads = str(threads or os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+        self._devices = " ".join(devices) or os.environ.get("SEXTET_DEVICES", "")
         self._lock: IO[str] | None = None
         self._redis: EmbeddedRedis | None = None
         self._controller: subprocess.Popen[bytes] | None = None
@@ -166,6 +169,7 @@ class LocalServices:
             "SEXTET_DRAIN_TIMEOUT": os.environ.get("SEXTET_DRAIN_TIMEOUT", str(DRAIN_SECONDS)),
             "OMP_NUM_THREADS": self._threads,
             "SEXTET_THREADS": self._threads,
+            "SEXTET_DEVICES": self._devices,
             PARENT_VARIABLE: str(os.getpid()),
         }
         addresses = ["--bind", f"127.0.0.1:{self._port}", "--http", f"127.0.0.1:{self._http_port}"]

@@ -34,7 +34,7 @@ async def run(
             await store.ping()
             connections = Connections(token, tls=settings.tls)
             stack.push_async_callback(connections.close)
-            scaler = await asyncio.to_thread(make_scaler, settings.scaler, settings.log_dir)
+            scaler = await asyncio.to_thread(make_scaler, settings.scaler, settings.log_dir, settings.placed)
             if scaler:
                 stack.push_async_callback(scaler.close)
             cluster = Cluster(store, connections)

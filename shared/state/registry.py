@@ -100,6 +100,9 @@ class Registration:
         self._store, self._describe, self._ttl = store, describe, ttl
         self._role, self._replica, self._endpoint, self._incarnation = role, replica, endpoint, incarnation
         self._facts = {"host": socket.gethostname(), "pid": str(os.getpid()), **facts}
+        if gpus := os.environ.get("CUDA_VISIBLE_DEVICES"):
+            # cuda:0 is the first of these.
+            self._facts["gpus"] = gpus
         self._key, self._lease = f"{_REPLICAS}{role}:{replica}", f"{_LEASES}{role}:{replica}"
         self._owner = lease.owner(incarnation)
         self._draining = False

@@ -25,6 +25,25 @@ def rank_of(home: Home, role: str) -> psutil.Process:
     raise AssertionError(f"no rank 1 of {role} is running")
 
 
+def test_ranks_of_a_role_see_its_devices(home: Home) -> None:
+    """Two ranks for the actor's two, one each for the others."""
+    outer = {"CUDA_VISIBLE_DEVICES": "4,5,6"}
+    up = home.sextet("up", "--devices", "actor=0,2", "--devices", "critic=0", **outer)
+    assert up.returncode == 0, up.stderr
+    try:
+        assert rank_of(home, "actor").environ()["CUDA_VISIBLE_DEVICES"] == "4,6"
+        lines = [line.split() for line in home.sextet("services").stdout.splitlines() if "-0" in line]
+        gpus = {line[1]: " ".join(line).partition("(GPUs ")[2].partition(")")[0] for line in lines}
+        others = dict.fromkeys(("rollout", "reward", "reference"), "4,5,6")
+        assert gpus == {"controller": "", "actor": "4,6", "critic": "4", **others}
+        for role in ("critic", "reference"):
+            with pytest.raises(AssertionError, match="no rank 1"):
+                rank_of(home, role)
+    finally:
+        down = home.sextet("down")
+    assert down.returncode == 0, down.stderr
+
+
 def test_a_run_survives_the_death_of_a_rank(home: Home) -> None:
     ranks = {"SEXTET_WORLD_SIZE": "2"}
     up = home.sextet("up", **ranks)

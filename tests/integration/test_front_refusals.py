@@ -56,6 +56,14 @@ def test_redis_not_reachable(home: Home) -> None:
     assert home.leftovers() == []
 
 
+def test_devices(home: Home) -> None:
+    refusal(home.sextet("up", "--devices", "actr=0"), 2, "--devices", "'actr'", "did you mean actor=0?")
+    refusal(home.sextet("up", SEXTET_DEVICES="actor=0 critic=x"), 2, "SEXTET_DEVICES", "'critic=x'", "write critic=0")
+    config = home.write("run.json", home.config())
+    refusal(home.sextet("run", config, SEXTET_DEVICES="actor=x"), 3, "SEXTET_DEVICES", "'actor=x'", "write actor=0")
+    assert home.leftovers() == []
+
+
 def test_unusable_token(home: Home) -> None:
     refusal(home.sextet("up", SEXTET_TOKEN="short"), 2, "SEXTET_TOKEN", "16")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import structlog
 
+from shared.devices import Devices
 from shared.rpc.forkserver import Forked, ForkServer
 from shared.rpc.lifetime import PARENT_VARIABLE
 from shared.rpc.server import EXIT_SETTINGS
@@ -53,6 +54,7 @@ class ProcessScaler:
         command: a role's command line; default: `python -m services.<role>`, forked where there is no GPU.
         env: added to this process's environment; where secrets go, since command lines are public.
         drain: seconds between SIGTERM and SIGKILL.
+        devices: on which each role computes.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class ProcessScaler:
         command: Callable[[str], Sequence[str]] | None = None,
         env: Mapping[str, str] | None = None,
         drain: float = DRAIN_SECONDS,
+        devices: Devices | None = None,
     ) -> None:
         self._log_dir, self._env, self._drain = log_dir, dict(env or {}), drain
+        self._devices = devices or Devices()
         self._command = command or (lambda role: (sys.executable, "-m", f"services.{role}"))
         modules = [f"services.{role}.__main__" for role in PRELOADED]
         forks = command is None and not GPUS.exists()
@@ -141,7 +145,8 @@ class ProcessScaler:
     async def _spawn(self, role: str, replica: str, env: Mapping[str, str]) -> Started:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         log_file = self._log_dir / f"{replica}.log"
-        process = await self._begin(role, replica, self._environment(env), log_file)
+        places = self._devices.environment(role, replica)
+        process = await self._begin(role, replica, self._environment({**places, **env}), log_file)
         log.info("replica started", started_role=role, started_replica=replica, pid=process.pid)
         self._started[replica] = Started(role, replica, process, log_file)
         return self._started[replica]

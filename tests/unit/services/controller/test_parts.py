@@ -1,6 +1,7 @@
 """The small parts: handles, prompt order, splitting, metrics, operation ids, flows by name, the process scaler."""
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from services.controller.prompts import DatasetOrder, Prompt, PromptSource, spli
 from services.controller.scalers.process import ProcessScaler
 from services.controller.summary import MEASURES, measure
 from shared.config import ConfigError
+from shared.devices import parse_devices
 from shared.gen.sextet.v1 import batch_pb2, common_pb2, rollout_pb2
 
 
@@ -282,6 +284,36 @@ async def test_the_process_scaler_starts_drains_and_kills(tmp_path: Path) -> Non
     finally:
         await scaler.close()
     assert scaler.list() == []
+
+
+SEEN = """
+import os, time
+print(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("SEXTET_WORLD_SIZE"), flush=True)
+time.sleep(600)
+"""
+
+
+async def test_replicas_see_the_devices_of_their_role_also_new_and_restarted_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.delenv("SEXTET_WORLD_SIZE", raising=False)
+    devices = parse_devices(["actor=0,1", "rollout=2", "rollout=3"], ("actor", "rollout"), os.environ)
+    scaler = ProcessScaler(tmp_path, command=lambda role: [sys.executable, "-c", SEEN], devices=devices)
+    try:
+        for role, replicas in {"actor": 1, "critic": 1, "rollout": 1}.items():
+            await scaler.scale(role, replicas)
+        assert await until_logged(tmp_path / "actor-0.log") == "4,5 2\n"
+        assert await until_logged(tmp_path / "critic-0.log") == "4,5,6,7 None\n"
+        assert await until_logged(tmp_path / "rollout-0.log") == "6 1\n"
+        await scaler.scale("rollout", 3)
+        assert await until_logged(tmp_path / "rollout-1.log") == "7 1\n"
+        assert await until_logged(tmp_path / "rollout-2.log") == "6 1\n"
+        (tmp_path / "rollout-1.log").unlink()
+        scaler.list("rollout")[1].process.kill()
+        assert await until_logged(tmp_path / "rollout-1.log") == "7 1\n"
+    finally:
+        await scaler.close()
 
 
 async def test_a_replica_that_ends_by_itself_is_started_again_unless_its_settings_are_wrong(tmp_path: Path) -> None:

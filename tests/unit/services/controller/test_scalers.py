@@ -83,6 +83,18 @@ def test_scalers_that_cannot_work_here_say_why(tmp_path: Path, monkeypatch: pyte
         ControllerSettings.load([], {"SEXTET_SCALER": "dockr", "SEXTET_TOKEN": "t" * 16})
 
 
+def test_devices_are_refused_with_their_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    token = {"SEXTET_TOKEN": "t" * 16}
+    read = ControllerSettings.load(["--scaler", "process"], {**token, "SEXTET_DEVICES": "actor=0,1  critic=1"})
+    assert read.placed.of == {"actor": [["4", "5"]], "critic": [["5"]]}
+    assert ControllerSettings.load([], token).placed.of == {}
+    with pytest.raises(SettingsError, match=r"--devices \(SEXTET_DEVICES\) = 'actr=0': .* did you mean actor=0"):
+        ControllerSettings.load(["--scaler", "process", "--devices", "actr=0"], token)
+    with pytest.raises(SettingsError, match="devices='actor=0' needs --scaler process"):
+        ControllerSettings.load(["--devices", "actor=0"], token)
+
+
 class FakeScaler:
     """Registers and deregisters replicas, each a while later."""
 

@@ -35,7 +35,8 @@ async def eventually(condition: Any, seconds: float = 5.0) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_an_entry_says_what_the_replica_says(store: StateStore) -> None:
+async def test_an_entry_says_what_the_replica_says(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     now = ReplicaState("r", 7, 0, "", {"engine": "hf"})
     registered = registration(store, describe=lambda: now)
     await registered.start()
@@ -45,6 +46,7 @@ async def test_an_entry_says_what_the_replica_says(store: StateStore) -> None:
     assert replica.facts["engine"] == "hf"
     assert replica.facts["metrics"] == "h:2"
     assert replica.facts["pid"] == str(os.getpid())
+    assert replica.facts["gpus"] == "4,6"
     for changed, state in ((ReplicaState(running=2), "busy"), (ReplicaState(running=2, fault="gone"), "suspect")):
         now = changed
         await eventually(lambda state=state: has_state(store, state))
