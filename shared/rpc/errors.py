@@ -133,6 +133,10 @@ class NotFinite(FailedPrecondition):
     """A loss or a gradient is NaN or infinite; nothing was changed."""
 
 
+class DamagedCheckpoint(FailedPrecondition):
+    """A checkpoint is torn, changed, or of something else: another one may do, and the same one never will."""
+
+
 class PartlyApplied(FailedPrecondition):
     """The work failed after it changed state. Kept as the operation's result: only a restored checkpoint helps."""
 

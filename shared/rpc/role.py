@@ -77,7 +77,11 @@ class RoleBackend(Protocol):
     """What every role's backend has, besides the verbs of its role."""
 
     async def configure(self, config: RunConfig, run: str, checkpoint: str | None) -> Configured:
-        """Gets ready for a run, from a checkpoint directory if given; replaces whatever was configured."""
+        """Gets ready for a run, from a checkpoint directory if given; replaces whatever was configured.
+
+        Raises:
+            DamagedCheckpoint: the run may use an older one; nothing else that is raised makes it do that.
+        """
         ...
 
     async def stage(self) -> StagedState:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shared.places import Place
 
-from .errors import CheckpointError
+from .errors import CheckpointError, DamagedError
 from .fetching import fetched
 from .optimizer import Optimizer
 from .parallel import ONE, Parallel
@@ -52,8 +52,9 @@ def load(
         The `state` that was saved, and `optimizer_steps`.
 
     Raises:
-        CheckpointError: a file is missing, torn, changed, or made for another role or model, or the optimizer's state
-            is not there; model and optimizer are unchanged.
+        DamagedError: a file is missing, torn, changed, or made for another role or model, or the optimizer's state of
+            a parameter is not there; model, optimizer and random state are unchanged.
+        CheckpointError: a file can't be read; as unchanged.
     """
     group = parallel.group
     with fetched(directory, group) as here:
@@ -77,27 +78,30 @@ def verify(directory: Path, *, role: str, part: int = 0, parts: int = 1) -> None
         part: of `parts` shares of the files, the one that is checked here.
 
     Raises:
-        CheckpointError: naming the file.
+        DamagedError: naming the file; CheckpointError: it can't be read.
     """
     path = directory / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
-        files, made_by = dict(manifest["files"]), (manifest["format"], manifest["role"])
+        files = {name: str(fact["xxh3_128"]) for name, fact in dict(manifest["files"]).items()}
+        made_by = (manifest["format"], manifest["role"])
         ranks = int(manifest.get("ranks", 1))
     except FileNotFoundError:
-        raise CheckpointError(f"{str(directory)!r} is no complete checkpoint: it has no {MANIFEST}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{str(path)!r} is damaged: {error}") from None
+        raise DamagedError(f"{str(directory)!r} is no complete checkpoint: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise CheckpointError(f"{str(path)!r} can't be read: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{str(path)!r} is damaged: {error}") from None
     if made_by != (FORMAT, role):
-        raise CheckpointError(f"{str(directory)!r} has format and role {made_by}; wanted {(FORMAT, role)}")
+        raise DamagedError(f"{str(directory)!r} has format and role {made_by}; wanted {(FORMAT, role)}")
     wanted = _file_names(ranks)
     if missing := wanted - files.keys():
-        raise CheckpointError(f"{str(path)!r} does not list {min(missing)}")
+        raise DamagedError(f"{str(path)!r} does not list {min(missing)}")
     for name in sorted(files)[part::parts]:
         if name not in wanted or not (directory / name).is_file():
-            raise CheckpointError(f"checkpoint file {str(directory / name)!r} is missing")
-        if _digest(directory / name) != files[name]["xxh3_128"]:
-            raise CheckpointError(f"checkpoint file {str(directory / name)!r} is damaged: its digest is another")
+            raise DamagedError(f"checkpoint file {str(directory / name)!r} is missing")
+        if _digest(directory / name) != files[name]:
+            raise DamagedError(f"checkpoint file {str(directory / name)!r} is damaged: its digest is another")
 
 
 def _file_names(ranks: int) -> set[str]:
@@ -114,9 +118,11 @@ def _read(
     """State, this rank's part of model and moments, and random state; verified files, but maybe of another model."""
     with as_checkpoint_error(f"checkpoint {str(directory)!r} can't be read"):
         state = json.loads((directory / STATE).read_text())
+        if not isinstance(state, dict) or not isinstance(state.get("optimizer_steps"), int):
+            raise DamagedError(f"{str(directory / STATE)!r} is damaged: it does not say optimizer_steps")
         held = model_pieces(directory)
         if wrong := sorted(held.found.keys() ^ names):
-            raise CheckpointError(f"{str(directory / MODEL)!r} is of another model: it differs in {wrong[0]!r}")
+            raise DamagedError(f"{str(directory / MODEL)!r} is of another model: it differs in {wrong[0]!r}")
         tensors = {name: held.read(name, region_of(tensor), tensor.dtype) for name, tensor in live.items()}
         pieces, counts = optimizer_pieces(directory), optimizer_counts(directory)
         # What belongs to other stages is theirs to read; what belongs to none is wrong.
@@ -132,7 +138,7 @@ def _read(
             # Of fewer ranks: nothing here draws from torch's generator, and whoever does gets a defined state.
             mine = directory / rank_directory(rank) / RNG
             file = mine if mine.exists() else directory / rank_directory(0) / RNG
-        return state, tensors, moments, load_file(file)
+        return state, tensors, moments, _read_random_state(file)
 
 
 def _parameter(key: str) -> str:
@@ -156,6 +162,25 @@ def torch_random_state() -> dict[str, Tensor]:
     """Torch's, of the CPU and all GPUs."""
     devices = range(torch.cuda.device_count())
     return {"cpu": torch.get_rng_state(), **{f"cuda{i}": torch.cuda.get_rng_state(i) for i in devices}}
+
+
+def _read_random_state(file: Path) -> dict[str, Tensor]:
+    """What `_set_random_state` can set: tried here, before anything is changed."""
+    tensors = load_file(file)
+    for name, generator in _generators(tensors).items():
+        try:
+            generator.set_state(tensors[name])
+        except KeyError:
+            raise DamagedError(f"{str(file)!r} is damaged: it has no {name!r}") from None
+        except (RuntimeError, TypeError) as error:
+            raise DamagedError(f"{str(file)!r} is damaged: {name!r} is no random state: {error}") from None
+    return tensors
+
+
+def _generators(tensors: Mapping[str, Tensor]) -> dict[str, torch.Generator]:
+    """Fresh ones, of the CPU and of those GPUs whose state is there."""
+    devices = {f"cuda{i}": torch.device("cuda", i) for i in range(torch.cuda.device_count()) if f"cuda{i}" in tensors}
+    return {name: torch.Generator(device) for name, device in {"cpu": torch.device("cpu"), **devices}.items()}
 
 
 def _set_random_state(tensors: Mapping[str, Tensor]) -> None:

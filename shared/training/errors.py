@@ -14,4 +14,8 @@ class HalfStepError(RuntimeError):
 
 
 class CheckpointError(RuntimeError):
+    """A checkpoint that can't be written, or not be read now; the text names the file."""
+
+
+class DamagedError(CheckpointError):
     """A checkpoint that is torn, tampered with, or made for something else; the text names the file."""

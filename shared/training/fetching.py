@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shared.places import Local, Place, Remote
 
-from .errors import CheckpointError
+from .errors import CheckpointError, DamagedError
 from .group import Group
 from .shards import on_all
 
@@ -48,7 +48,7 @@ def fetched(directory: Place, group: Group) -> Iterator[Here]:
         try:
             yield Here(path, neighbours.index(group.rank), len(neighbours))
         except CheckpointError as error:
-            raise CheckpointError(str(error).replace(str(path), str(directory))) from error
+            raise type(error)(str(error).replace(str(path), str(directory))) from error
 
 
 def _fetch(directory: Place, to: Path) -> None:
@@ -56,6 +56,6 @@ def _fetch(directory: Place, to: Path) -> None:
     try:
         directory.fetch(to)
     except FileNotFoundError:
-        raise CheckpointError(f"{str(directory)!r} is no complete checkpoint: there is nothing") from None
+        raise DamagedError(f"{str(directory)!r} is no complete checkpoint: there is nothing") from None
     except OSError as error:
         raise CheckpointError(f"checkpoint {str(directory)!r} can't be fetched: {error}") from error

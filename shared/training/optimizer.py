@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shared.config import OptimizerConfig
 
-from .errors import CheckpointError, HalfStepError, NonFiniteError
+from .errors import DamagedError, HalfStepError, NonFiniteError
 from .parallel import ONE, Parallel
 from .regions import as_part_of, local
 
@@ -62,11 +62,26 @@ class Optimizer:
             group["lr"] = lr
         try:
             self._adamw.step()
+            self._begin_others()
         except Exception as error:
             raise HalfStepError(f"optimizer step {self.steps + 1} failed half-way: {error}") from error
         self.clear()
         self.steps += 1
         return float(norm), lr
+
+    def _begin_others(self) -> None:
+        """Gives parameters that had no gradient yet (experts that no token chose) the state AdamW begins with.
+
+        So all of them have some after a step, and what a checkpoint lacks is missing.
+        """
+        for p in self._parameters.values():
+            if p not in self._adamw.state:
+                device = p.device if self._fused else torch.device("cpu")
+                self._adamw.state[p] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=device),
+                    "exp_avg": torch.zeros_like(p.detach(), memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(p.detach(), memory_format=torch.preserve_format),
+                }
 
     def clear(self) -> None:
         """Drops the gradients."""
@@ -86,7 +101,7 @@ class Optimizer:
         """Takes over moments as `state` gives them (copied).
 
         Raises:
-            CheckpointError: they are of another model, or missing.
+            DamagedError: they are of another model, or missing.
         """
         self.check_names(tensors, steps)
         found: dict[str, dict[str, Tensor]] = {}
@@ -94,26 +109,33 @@ class Optimizer:
             moment, _, name = key.partition("/")
             parameter = self._parameters[name]
             if moment != "step" and tensor.shape != local(parameter).shape:
-                raise CheckpointError(f"optimizer state {key!r} {list(tensor.shape)} does not belong to this model")
+                raise DamagedError(f"optimizer state {key!r} {list(tensor.shape)} does not belong to this model")
             # AdamW keeps its step counts on the CPU, unless it is fused.
             device = torch.device("cpu") if moment == "step" and not self._fused else parameter.device
             copied = tensor.detach().to(device, copy=True)
             found.setdefault(name, {})[moment] = copied if moment == "step" else as_part_of(parameter, copied)
-        for name, moments in found.items():
-            if moments.keys() != set(MOMENTS):
-                raise CheckpointError(f"optimizer state of {name!r} is incomplete: only {', '.join(sorted(moments))}")
         self._adamw.state.clear()
         for name, moments in found.items():
             self._adamw.state[self._parameters[name]] = moments
         self.steps = steps
 
     def check_names(self, keys: Collection[str], steps: int) -> None:
-        """Raises CheckpointError when moments that are called so are of another model, or missing."""
+        """Raises DamagedError when moments that are called so are of another model, or missing."""
         if steps and not keys:
-            raise CheckpointError(f"there is no optimizer state although {steps} optimizer steps were taken")
+            raise DamagedError(f"there is no optimizer state although {steps} optimizer steps were taken")
         for key in keys:
-            if key.partition("/")[2] not in self._parameters:
-                raise CheckpointError(f"optimizer state {key!r} does not belong to this model")
+            moment, _, name = key.partition("/")
+            if moment not in MOMENTS or name not in self._parameters:
+                raise DamagedError(f"optimizer state {key!r} does not belong to this model")
+        there = set(keys)
+        for name in self._parameters:
+            held = [moment for moment in MOMENTS if f"{moment}/{name}" in there]
+            if steps and not held:
+                raise DamagedError(
+                    f"optimizer state of {name!r} is missing although {steps} optimizer steps were taken"
+                )
+            if 0 < len(held) < len(MOMENTS):
+                raise DamagedError(f"optimizer state of {name!r} is incomplete: only {', '.join(sorted(held))}")
 
     def _first_non_finite(self) -> str:
         """The first parameter, in the model's order, whose gradient is not finite on any rank. All ranks together."""

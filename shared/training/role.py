@@ -14,13 +14,21 @@ from shared.batch import refs
 from shared.batch.block import Block, Ragged
 from shared.batch.columns import RESPONSE_MASK, RowKey
 from shared.gen.sextet.v1 import batch_pb2
-from shared.rpc.errors import FailedPrecondition, InvalidArgument, NotFinite, PartlyApplied, SextetError, VersionGap
+from shared.rpc.errors import (
+    DamagedCheckpoint,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFinite,
+    PartlyApplied,
+    SextetError,
+    VersionGap,
+)
 from shared.rpc.history import Applied
 from shared.rpc.run import RoleContext
 from shared.rpc.settings import ServiceSettings
 
 from .device import free_memory
-from .errors import CheckpointError, HalfStepError, ModelError, NonFiniteError
+from .errors import CheckpointError, DamagedError, HalfStepError, ModelError, NonFiniteError
 from .group import ALONE, Group
 from .microbatch import TOKENS
 from .profiling import recorded
@@ -168,7 +176,8 @@ async def compute(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
 
     Raises:
         InvalidArgument: a batch or configuration that cannot be computed with.
-        FailedPrecondition: a model, checkpoint or memory that does not allow it.
+        DamagedCheckpoint: a checkpoint that another one may do for.
+        FailedPrecondition: a model, the place of a checkpoint, or memory that does not allow it.
         NotFinite: a loss or a gradient.
         PartlyApplied: state was left half changed; only a checkpoint helps.
     """
@@ -178,6 +187,8 @@ async def compute(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
         raise
     except NonFiniteError as error:
         raise NotFinite(str(error)) from error
+    except DamagedError as error:
+        raise DamagedCheckpoint(str(error)) from error
     except (ModelError, CheckpointError) as error:
         raise FailedPrecondition(str(error)) from error
     except HalfStepError as error:

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .errors import CheckpointError
+from .errors import CheckpointError, DamagedError
 from .group import Group
 from .optimizer import MOMENTS
 from .regions import Region
@@ -43,24 +43,24 @@ class Pieces:
         """A box of a tensor.
 
         Raises:
-            CheckpointError: it is not there, not whole, or of another shape or dtype.
+            DamagedError: it is not there, not whole, or of another shape or dtype.
         """
         if name not in self.found:
-            raise CheckpointError(f"the checkpoint is of another model: it has no {name!r}")
+            raise DamagedError(f"the checkpoint is of another model: it has no {name!r}")
         result, filled = torch.empty(wanted.sizes, dtype=dtype), 0
         for file, held in self.found[name]:
             if held.shape != wanted.shape:
-                raise CheckpointError(f"{str(file)!r} is of another model: {name!r} is {list(held.shape)}")
+                raise DamagedError(f"{str(file)!r} is of another model: {name!r} is {list(held.shape)}")
             common = wanted.overlap(held)
             if not common.empty:
                 with safe_open(file, "pt") as opened:
                     part = opened.get_slice(name)[common.within(held)] if held.shape else opened.get_tensor(name)
                 if part.dtype != dtype:
-                    raise CheckpointError(f"{str(file)!r} is of another model: {name!r} is {part.dtype}")
+                    raise DamagedError(f"{str(file)!r} is of another model: {name!r} is {part.dtype}")
                 result[common.within(wanted)] = part
                 filled += part.numel()
         if filled != result.numel():
-            raise CheckpointError(f"the checkpoint has only {filled} of {result.numel()} elements of {name!r}")
+            raise DamagedError(f"the checkpoint has only {filled} of {result.numel()} elements of {name!r}")
         return result
 
 
@@ -115,17 +115,20 @@ def as_checkpoint_error(what: str) -> Iterator[None]:
     """What the disk or a file's format says, in this package's words."""
     try:
         yield
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+    except OSError as error:
         raise CheckpointError(f"{what}: {error}") from error
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{what}: {error}") from error
 
 
 def on_all(group: Group, work: Callable[[], T], kind: type[Exception] = CheckpointError) -> T:
-    """Does something on every rank; if it failed on one, all of them raise the first failure, as `kind`.
+    """Does something on every rank; if it failed on one, all of them raise the first failure, as `kind`,
+    or as DamagedError if that is what it was.
 
     Raises:
         CheckpointError: also for what only another rank saw.
     """
-    result, failure = None, ""
+    result, failure, damaged = None, "", False
     try:
         result = work()
     except Exception as error:
@@ -133,7 +136,8 @@ def on_all(group: Group, work: Callable[[], T], kind: type[Exception] = Checkpoi
             raise
         # Whatever it was, the others wait to hear of it.
         failure = str(error) if isinstance(error, kind) else f"{type(error).__name__}: {error}"
-    for rank, said in enumerate(group.exchange(failure)):
+        damaged = isinstance(error, DamagedError)
+    for rank, (said, of_damage) in enumerate(group.exchange((failure, damaged))):
         if said:
-            raise kind(f"{said} (rank {rank})")
+            raise (DamagedError if of_damage else kind)(f"{said} (rank {rank})")
     return result  # pyright: ignore[reportReturnType]

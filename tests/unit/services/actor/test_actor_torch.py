@@ -15,7 +15,7 @@ from services.actor.objective import Objective
 from shared.batch.block import Block
 from shared.config import RunConfig
 from shared.gen.sextet.v1 import actor_pb2, common_pb2
-from shared.rpc.errors import FailedPrecondition, InvalidArgument, PartlyApplied
+from shared.rpc.errors import DamagedCheckpoint, FailedPrecondition, InvalidArgument, PartlyApplied
 from shared.rpc.history import Applied
 from shared.training.engine import Engine
 from shared.training.models import load_policy
@@ -206,7 +206,7 @@ async def test_a_damaged_checkpoint_is_refused(tiny_llama: Path, tmp_path: Path)
     config = make_config(tiny_llama)
     await (await (await actor_for(config)).stage()).save(str(tmp_path / "a"))
     (tmp_path / "a" / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(FailedPrecondition, match=r"model\.safetensors' is damaged"):
+    with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors' is damaged"):
         await actor_for(config, tmp_path / "a")
 
 

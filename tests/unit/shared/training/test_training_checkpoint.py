@@ -3,23 +3,28 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file
+from safetensors.torch import save as safetensors_bytes
 
 from shared import places
 from shared.config import ModelConfig, OptimizerConfig, TrainingConfig
 from shared.places import Local
 from shared.training import checkpoint, saving
 from shared.training.engine import Engine
-from shared.training.errors import CheckpointError
+from shared.training.errors import CheckpointError, DamagedError
 from shared.training.image import DTYPES, Image
 from shared.training.models import Policy, load_policy, load_value_model
 from shared.training.saving import Saved, StateCopy
@@ -142,6 +147,61 @@ def test_a_checkpoint_without_its_optimizer_state_is_refused(tiny_llama: Path, t
     with pytest.raises(CheckpointError, match="no optimizer state although 2 optimizer steps were taken"):
         load(other, tmp_path / "a")
     assert same(bits(other), before)
+
+
+def rewritten(directory: Path, name: str, content: bytes) -> None:
+    """Another file, as whole as any by the manifest's digests."""
+    (directory / name).write_bytes(content)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["files"][name]["xxh3_128"] = xxhash.xxh3_128_hexdigest(content)
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+def moments_without(directory: Path, lacking: str) -> bytes:
+    tensors = load_file(directory / "optimizer.safetensors")
+    return safetensors_bytes({key: tensor for key, tensor in tensors.items() if lacking not in key})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("optimizer.safetensors", partial(moments_without, lacking="/lm.model.norm.weight"),
+         "optimizer state of 'lm.model.norm.weight' is missing although 2 optimizer steps were taken"),
+        ("optimizer.safetensors", partial(moments_without, lacking="exp_avg/lm.model.norm.weight"),
+         "optimizer state of 'lm.model.norm.weight' is incomplete: only exp_avg_sq, step"),
+        ("state.json", lambda _: b"[]", "state.json' is damaged: it does not say optimizer_steps"),
+        ("state.json", lambda _: b"{}", "state.json' is damaged: it does not say optimizer_steps"),
+        ("rng.safetensors", lambda _: safetensors_bytes({}), "rng.safetensors' is damaged: it has no 'cpu'"),
+        ("rng.safetensors", lambda _: safetensors_bytes({"cpu": torch.zeros(3)}),
+         "rng.safetensors' is damaged: 'cpu' is no random state"),
+    ],
+)  # fmt: skip
+def test_what_its_digests_do_not_show_is_found_and_changes_nothing(
+    tiny_llama: Path, tmp_path: Path, name: str, content: Callable[[Path], bytes], said: str
+) -> None:
+    one, other = make_engine(tiny_llama), make_engine(tiny_llama)
+    train(one, range(1))
+    save(one, tmp_path / "a")
+    rewritten(tmp_path / "a", name, content(tmp_path / "a"))
+    before, random_state = bits(other), torch.get_rng_state()
+    with pytest.raises(DamagedError, match=re.escape(said)):
+        load(other, tmp_path / "a")
+    assert same(bits(other), before)
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_what_cannot_be_read_now_is_not_damaged(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(make_engine(tiny_llama), tmp_path / "a")
+
+    def broken(_: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    with pytest.raises(CheckpointError, match=r"manifest\.json' can't be read: .*Input/output error") as raised:
+        load(make_engine(tiny_llama), tmp_path / "a")
+    assert not isinstance(raised.value, DamagedError)
 
 
 def test_another_role_or_model_is_refused(tiny_llama: Path, tmp_path: Path) -> None:

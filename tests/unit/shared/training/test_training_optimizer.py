@@ -107,6 +107,31 @@ def test_missing_state_is_an_error() -> None:
         Optimizer(model(), OptimizerConfig()).load_state({}, 3)
 
 
+def test_a_parameter_without_a_gradient_has_moments_as_if_it_began_with_the_next_step() -> None:
+    """An expert that no token chose, saved and loaded between two steps or not."""
+    results, config = [], OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.0)
+    for between in (False, True):
+        linear = model()
+        optimizer = Optimizer(linear, config)
+        linear.bias.grad = torch.ones(2)
+        optimizer.step()
+        assert torch.equal(linear.weight, torch.ones(2, 3))
+        assert not optimizer.state()["exp_avg/weight"].any()
+        if between:
+            state, optimizer = optimizer.state(), Optimizer(linear, config)
+            optimizer.load_state(state, 1)
+        give_gradient(linear, 0.5)
+        optimizer.step()
+        results.append([*linear.parameters(), *optimizer.state().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    # As torch's own, which begins with the first gradient.
+    linear = model()
+    adamw = torch.optim.AdamW([linear.weight], lr=1e-2, weight_decay=0.1)
+    linear.weight.grad = torch.full_like(linear.weight, 0.5)
+    adamw.step()
+    assert torch.equal(results[0][0], linear.weight)
+
+
 def test_incomplete_or_foreign_state_is_an_error_and_changes_nothing() -> None:
     linear = model()
     optimizer = Optimizer(linear, OptimizerConfig())
