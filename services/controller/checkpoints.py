@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from services.controller import verbs
 from services.controller.cluster import Session
 from services.controller.dispatch import Dispatcher, gather
@@ -19,9 +17,8 @@ from shared.config import RunConfig
 from shared.failpoints import hit_async
 from shared.gen.sextet.v1 import role_pb2
 from shared.places import Local, Place, place
-from shared.rpc.errors import FailedPrecondition, StaleEpoch
+from shared.rpc.errors import DamagedCheckpoint, FailedPrecondition, StaleEpoch, Unavailable
 
-log = structlog.get_logger()
 MANIFEST = "run.json"
 
 
@@ -41,14 +38,19 @@ def load(directory: Place) -> Checkpoint:
     """Reads a checkpoint's manifest.
 
     Raises:
-        FailedPrecondition: the directory has no complete checkpoint.
+        DamagedCheckpoint: the directory has no complete checkpoint; Unavailable: it can't be read now.
     """
     try:
         content = json.loads((directory / MANIFEST).read())
         stock = Stock.decode(content.get("stock", {})).without_rows().encode()
-        position = Position(content["step"], content["position"], content["versions"], stock=stock)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FailedPrecondition(f"{directory} is no complete checkpoint: {MANIFEST}: {error}") from None
+        versions = {role: int(version) for role, version in content["versions"].items()}
+        position = Position(int(content["step"]), int(content["position"]), versions, stock=stock)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedCheckpoint(f"{directory} is no complete checkpoint: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise Unavailable(f"{directory / MANIFEST} can't be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{directory / MANIFEST} is damaged: {error!r}") from None
     return Checkpoint(directory, position)
 
 
@@ -61,20 +63,23 @@ def root_of(config: RunConfig, run: str, directory: Path) -> Place:
     return place(config.checkpoint.directory) / run if config.checkpoint.directory else Local(directory / "checkpoints")
 
 
+def directories(root: Place) -> list[Place]:
+    """The checkpoints under `root` that were written to their end, the newest first."""
+    numbered = [(step, name) for name in root.children() if (step := step_of(name)) is not None]
+    return [root / name for _, name in sorted(numbered, reverse=True) if is_complete(root / name)]
+
+
 def complete(root: Place) -> list[Checkpoint]:
-    """The complete checkpoints under `root`, the newest first; one whose manifest is damaged is passed over."""
+    """As `directories`, without those whose manifest can't be read or is damaged."""
     found = []
-    for name in root.children():
-        if _step_of(name) is None or not is_complete(root / name):
-            continue
-        try:
-            found.append(load(root / name))
-        except FailedPrecondition as error:
-            log.warning("checkpoint passed over", error=str(error))
-    return sorted(found, key=lambda checkpoint: -checkpoint.position.step)
+    for directory in directories(root):
+        with contextlib.suppress(DamagedCheckpoint, Unavailable):
+            found.append(load(directory))
+    return found
 
 
-def _step_of(name: str) -> int | None:
+def step_of(name: str) -> int | None:
+    """Of a checkpoint's directory; None: it is none."""
     number = name.removeprefix("step_")
     return int(number) if number.isdecimal() and number != name else None
 
@@ -135,7 +140,7 @@ def _remove_old(root: Place, keep: int, newest: int) -> None:
     steps = [checkpoint.position.step for checkpoint in complete(root) if checkpoint.position.step <= newest]
     oldest = min(steps[:keep], default=0)
     for name in root.children():
-        step = _step_of(name)
+        step = step_of(name)
         if step is not None and step < oldest:
             # The manifest goes first: what is half removed is no checkpoint.
             with contextlib.suppress(OSError):

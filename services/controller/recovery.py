@@ -8,7 +8,7 @@ from pathlib import Path
 import structlog
 
 from services.controller import verbs
-from services.controller.checkpoints import Checkpoint, complete, load, root_of
+from services.controller.checkpoints import Checkpoint, directories, load, root_of, step_of
 from services.controller.cluster import Cluster, Session
 from services.controller.dispatch import gather
 from services.controller.journal import Journal, Position, encode_weights
@@ -16,8 +16,8 @@ from services.controller.pool import RoleMissing
 from services.controller.replica import Member, Refused, ReplicaLost, operate
 from shared.config import RunConfig
 from shared.gen.sextet.v1 import actor_pb2, role_pb2
-from shared.places import place
-from shared.rpc.errors import FailedPrecondition, SextetError
+from shared.places import Place, place
+from shared.rpc.errors import DamagedCheckpoint, SextetError
 from shared.state import StateStore
 
 log = structlog.get_logger()
@@ -62,6 +62,7 @@ class Establishment:
 
         Raises:
             RoleMissing: a role is missing; Refused: a role can't do this run.
+            DamagedCheckpoint: there are checkpoints, and none can be used.
         """
         session = await self._begin(run, config_json, roles)
         if self._journal.begun and not back and await self._held(session):
@@ -123,9 +124,9 @@ class Establishment:
             await self._journal.rollback(session.epoch, self._cause or "the roles do not hold its state")
             session.take = self._journal.take
         root = root_of(self._config, session.run, self._directory)
-        checkpoints = await asyncio.to_thread(complete, root)
+        checkpoints = await asyncio.to_thread(directories, root)
         if self._config.resume_from:
-            checkpoints.append(await asyncio.to_thread(load, place(self._config.resume_from)))
+            checkpoints.append(place(self._config.resume_from))
         position = await self._configure_kept(session, checkpoints)
         session.step = position.step + 1
         if any(position.versions.values()):
@@ -139,16 +140,24 @@ class Establishment:
             position = replace(position, weights=encode_weights(published.weights))
         return position
 
-    async def _configure_kept(self, session: Session, checkpoints: list[Checkpoint]) -> Position:
-        """Loads the newest checkpoint that all of them can load, or the model as configured."""
-        for checkpoint in checkpoints:
+    async def _configure_kept(self, session: Session, checkpoints: list[Place]) -> Position:
+        """Loads the newest checkpoint that is not damaged; the model as configured where there is none at all."""
+        damages: list[str] = []
+        for directory in checkpoints:
             try:
+                checkpoint = await asyncio.to_thread(load, directory)
                 return replace(checkpoint.position, versions=await self._configure_all(session, checkpoint))
-            except Refused as error:
-                if checkpoint is checkpoints[-1]:
+            except (DamagedCheckpoint, Refused) as error:
+                # Whatever else keeps a role from loading it would keep it from loading an older one, or will pass.
+                if isinstance(error, Refused) and not isinstance(error.cause, DamagedCheckpoint):
                     raise
-                step = checkpoint.position.step
-                await self._warn(f"the checkpoint of step {step} can't be used, an older one is tried: {error}", step)
+                damages.append(str(error))
+                if directory is not checkpoints[-1]:
+                    step = step_of(directory.name) or 0
+                    message = f"the checkpoint of step {step} can't be used, an older one is tried: {error}"
+                    await self._warn(message, step)
+        if damages:
+            raise DamagedCheckpoint(f"no checkpoint of this run can be used: {'; '.join(damages)}")
         return Position(versions=await self._configure_all(session, None))
 
     async def _configure_all(self, session: Session, checkpoint: Checkpoint | None) -> dict[str, int]:
@@ -162,7 +171,7 @@ class Establishment:
                 # Whole in itself, but of another step than the directory it lies in.
                 if version != (saved := checkpoint.position.versions.get(role)):
                     why = f"checkpoint {checkpoint.of(role)!r} is of version {version}, and its run's was at {saved}"
-                    raise Refused(session.kept[role], FailedPrecondition(why))
+                    raise Refused(session.kept[role], DamagedCheckpoint(why))
         return dict(zip(roles, versions, strict=True))
 
     async def _wait(self, roles: frozenset[str]) -> None:

@@ -37,7 +37,7 @@ class Saver:
         self._task: asyncio.Task[None] | None = None
         self._asked: list[Asked] = []
         self._copied: asyncio.Future[None] | None = None
-        self._refused: set[int] = set()
+        self._refused: set[int | None] = set()
         self.step = self.oldest = 0
 
     @property
@@ -95,7 +95,9 @@ class Saver:
         """
         found = [each.position.step for each in await asyncio.to_thread(checkpoints.complete, self._root)]
         good = [step for step in found if step <= position]
-        self._refused = {*found} - {*good}
+        # Damaged ones, too.
+        there = await asyncio.to_thread(checkpoints.directories, self._root)
+        self._refused = {checkpoints.step_of(directory.name) for directory in there} - {*good}
         self.step, self.oldest = max(good, default=start), min(good, default=0)
 
     async def _save(

@@ -39,7 +39,7 @@ from shared.gen.sextet.v1 import (
 )
 from shared.places import place
 from shared.rpc.client import Connections
-from shared.rpc.errors import FailedPrecondition, InvalidArgument, Unimplemented, VersionGap
+from shared.rpc.errors import DamagedCheckpoint, FailedPrecondition, InvalidArgument, Unimplemented, VersionGap
 from shared.rpc.interceptors import Guard
 from shared.rpc.operations import Operations
 from shared.rpc.options import SERVER_OPTIONS
@@ -159,7 +159,7 @@ class FakeRole:
             try:
                 saved = json.loads(await asyncio.to_thread((place(checkpoint) / "state.json").read))
             except ValueError as error:
-                raise FailedPrecondition(f"{checkpoint} is damaged: {error}") from None
+                raise DamagedCheckpoint(f"{checkpoint} is damaged: {error}") from None
             self.model, self.now_version = saved["model"], saved["version"]
         self.done["configure"] += 1
         facts = {"dataset_rows": str(DATASET_ROWS), **self.facts} if self.role == "rollout" else {}
