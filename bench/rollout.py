@@ -44,6 +44,7 @@ SHAPES = {
         "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
         "num_key_value_heads": 4,
     },
+    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
     "13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
 }  # fmt: skip
 VOCABULARY = 32000
@@ -82,9 +83,9 @@ def write_prompts(tokenizer: Any, count: int, length: int, path: Path) -> list[l
 
 
 class Child:
-    """A process of this script, in a session of its own; what it prints for us are lines of JSON."""
+    """A process of a script like this one, in a session of its own; what it prints for us are lines of JSON."""
 
-    def __init__(self, job: Path, what: str, gpu: int = 0) -> None:
+    def __init__(self, job: Path, what: str, gpu: int = 0, script: str = __file__) -> None:
         self.what = what
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         device = devices[gpu] if gpu < len(devices) and devices[0] else str(gpu)
@@ -92,7 +93,7 @@ class Child:
         # vLLM on CPUs wants most of the memory otherwise; the service sets the same.
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--job", str(job), what],
+            [sys.executable, script, "--job", str(job), what],
             cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True,
         )  # fmt: skip
         self._said: queue.Queue[Any] = queue.Queue()
@@ -110,9 +111,13 @@ class Child:
 
     def go(self) -> None:
         """Its imports are done or under way: it may take the device now."""
+        self.tell("go")
+
+    def tell(self, line: str) -> None:
+        """What it reads next."""
         assert self._process.stdin
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write("go\n")
+            self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 
     def said(self) -> Any:
@@ -236,7 +241,9 @@ def run_serve(job: dict[str, Any]) -> None:
 
     async def serve() -> None:
         threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
-        async with fake_role(build, RolloutSettings, threads=threads, probe_deadline=120) as served:
+        async with fake_role(
+            build, RolloutSettings, threads=threads, probe_deadline=120, replica="rollout-0"
+        ) as served:
             say(served.endpoint)
             await asyncio.to_thread(sys.stdin.read)
 
