@@ -13,7 +13,7 @@ from services.controller import verbs
 from services.controller.detour import after_failure
 from services.controller.health import Sign
 from services.controller.operation import identify
-from services.controller.pool import Pool
+from services.controller.pool import Pool, RoleMissing
 from services.controller.replica import Member, Phase, Refused, ReplicaLost, operate
 from services.controller.telemetry import DETOURS, WIRE_FAILURES
 from shared.config import RunConfig
@@ -295,9 +295,12 @@ class Cluster:
         known = session.kept[role]
         if not known.gone.is_set():
             return known
-        member = (await self.pools[role].wait(1, session.config.recovery.replica_timeout))[0]
+        try:
+            member = (await self.pools[role].wait(1, session.config.recovery.replica_timeout))[0]
+        except RoleMissing as error:
+            raise RoleMissing(f"{error}{known.said}") from error
         if member.identity != known.identity:
-            raise StateLost(f"{role} was restarted: {member} does not hold the run's state")
+            raise StateLost(f"{role} was restarted{known.said}: {member} does not hold the run's state")
         session.kept[role] = member
         return member
 

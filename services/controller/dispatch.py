@@ -186,7 +186,8 @@ class Dispatcher:
     async def _place(self, verb: Verb, share: Share, had: tuple[Member, ...]) -> list[Any]:
         """Splits a share over the ready replicas, if there are others than those that `had` it before."""
         if len(had) > self._policy.max_retries:
-            raise Unavailable(f"{verb.name}: the same rows lost {len(had)} replicas; see the logs of {verb.role}")
+            lost = f"the same rows lost {len(had)} replicas{had[-1].said}"
+            raise Unavailable(f"{verb.name}: {lost}; see the logs of {verb.role}")
         ready = await self._ready(verb, self._policy.replica_timeout)
         # The registry may not know yet what is wrong with them.
         members = [member for member in ready if member not in had] or ready
@@ -221,7 +222,7 @@ class Dispatcher:
             await pool.lose(member)
             waits = f"its share waits until a {verb.role} is ready again: there is no other now"
             then = "its share goes to the others" if pool.ready() else waits
-            await self._report(f"{member} was lost during {verb.name}: {then}", _cost(share, started))
+            await self._report(f"{member} was lost during {verb.name}{member.said}: {then}", _cost(share, started))
             return await self._place(verb, share, (*had, member))
         except SextetError as error:
             others = [other for other in self._cluster.pools[verb.role].ready() if other is not member]

@@ -15,7 +15,7 @@ from shared.config import RecoveryConfig
 from shared.failpoints import hit_async
 from shared.gen.sextet.v1 import role_pb2, role_pb2_grpc
 from shared.rpc.client import Connections, call
-from shared.rpc.errors import Cancelled, DeadlineExceeded, SextetError
+from shared.rpc.errors import Cancelled, DeadlineExceeded, GroupEnds, SextetError
 from shared.state.registry import Replica
 
 log = structlog.get_logger()
@@ -38,7 +38,7 @@ class ReplicaLost(Exception):
     """The replica is dead, or was restarted and has forgotten."""
 
     def __init__(self, member: "Member") -> None:
-        super().__init__(f"{member} was lost")
+        super().__init__(f"{member} was lost{member.said}")
         self.member = member
 
 
@@ -63,12 +63,18 @@ class Member:
         self.detour: Detour | None = None
         self.refusal: Refused | None = None
         self.trouble = ""
+        self.last_words = ""
         self.load = 0
         self.gone = asyncio.Event()
         self._connections = connections
 
     def __str__(self) -> str:
         return f"{self.info.role} {self.info.replica} ({self.info.endpoint})"
+
+    @property
+    def said(self) -> str:
+        """What it said when it ended, to be put after a sentence that tells of its end; "" if nothing."""
+        return f" (it ended with: {self.last_words})" if self.last_words else ""
 
     @property
     def identity(self) -> tuple[str, str]:
@@ -142,7 +148,9 @@ async def operate(member: Member, verb: Verb, request: Any, policy: RecoveryConf
         try:
             response = await _unless_gone(member, call(verb.on(member.channel), request, timeout=timeout))
         except SextetError as error:
-            if isinstance(error, Cancelled) or (error.retryable and await member.dead()):
+            if isinstance(error, GroupEnds):
+                member.last_words = str(error)
+            if isinstance(error, Cancelled | GroupEnds) or (error.retryable and await member.dead()):
                 raise ReplicaLost(member) from error
             if not error.retryable:
                 raise

@@ -117,6 +117,10 @@ class Unimplemented(SextetError):
     code = grpc.StatusCode.UNIMPLEMENTED
 
 
+class GroupEnds(Unavailable):
+    """The ranks of a replica end, and its state with them, since one of them failed alone: the text is its reason."""
+
+
 class StaleEpoch(FailedPrecondition):
     """A controller of an older term spoke. Details: epoch, highest."""
 

@@ -13,17 +13,24 @@ Handlers = dict[type[Message], Callable[[Any], Awaitable[object]]]
 class Ranks(Protocol):
     """The processes that are one replica together."""
 
+    @property
+    def end(self) -> str:
+        """Why they are about to end; "" while they are not."""
+        ...
+
     async def together(self, request: Message, work: Callable[[], Awaitable[T]]) -> T:
         """Has every other rank handle the request, does `work` here, and answers when all are done.
 
         Raises:
-            SextetError: what all ranks raised.
+            SextetError: what all ranks raised; GroupEnds: one of them failed alone.
         """
         ...
 
 
 class Alone:
     """A replica of one process."""
+
+    end = ""
 
     async def together(self, request: Message, work: Callable[[], Awaitable[T]]) -> T:
         return await work()

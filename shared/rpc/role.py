@@ -16,7 +16,7 @@ import structlog
 from shared.config import RunConfig
 from shared.config_loading import parse_config
 from shared.gen.sextet.v1 import role_pb2, role_pb2_grpc
-from shared.rpc.errors import FailedPrecondition, InvalidArgument, Unavailable
+from shared.rpc.errors import FailedPrecondition, GroupEnds, InvalidArgument, Unavailable
 from shared.rpc.history import Applied
 from shared.rpc.memory import settle, unsettle
 from shared.rpc.operations import Operations
@@ -165,6 +165,9 @@ class RoleServicer(role_pb2_grpc.RoleServiceServicer):
         return await self._operations.run(request, work, lane=WRITING)
 
     async def Describe(self, request: role_pb2.DescribeRequest, context: Any) -> role_pb2.DescribeResponse:
+        if self._ranks.end:
+            # Whoever was told that the group ends must not find it alive.
+            raise GroupEnds(self._ranks.end)
         return role_pb2.DescribeResponse(
             role=self._settings.role,
             replica=self._settings.replica,

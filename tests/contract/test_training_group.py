@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from shared.gen.sextet.v1 import (
     role_pb2_grpc,
 )
 from shared.rpc.client import call
-from shared.rpc.errors import BatchLost, FailedPrecondition, InvalidArgument, Unavailable
+from shared.rpc.errors import BatchLost, FailedPrecondition, GroupEnds, InvalidArgument, Unavailable
 from shared.weights.grpc import GrpcFetcher, GrpcPublisher
 from tests.fakes.role import TOKEN, RunningRole, fake_role
 from tests.fakes.tiny import write_tiny_llama
@@ -75,9 +75,11 @@ class GroupProcess:
 
 
 @contextlib.contextmanager
-def group(role: str, directory: Path, *flags: str, ranks: int = 2) -> Iterator[GroupProcess]:
+def group(
+    role: str, directory: Path, *flags: str, ranks: int = 2, environ: Mapping[str, str] | None = None
+) -> Iterator[GroupProcess]:
     errors = directory / f"{role}.log"
-    environment = {"SEXTET_TOKEN": TOKEN, "SEXTET_REDIS_URL": "memory://", "OMP_NUM_THREADS": "1"}
+    environment = {"SEXTET_TOKEN": TOKEN, "SEXTET_REDIS_URL": "memory://", "OMP_NUM_THREADS": "1", **(environ or {})}
     command = [sys.executable, "-m", f"services.{role}", "--threads", "1", "--metrics-port", "-1"]
     command += ["--data-dir", str(directory), *flags, *(["--world-size", str(ranks)] if ranks > 1 else [])]
     with errors.open("wb") as log:
@@ -100,8 +102,10 @@ def group(role: str, directory: Path, *flags: str, ranks: int = 2) -> Iterator[G
 
 
 @contextlib.asynccontextmanager
-async def serving(role: str, directory: Path, *flags: str) -> AsyncIterator[tuple[GroupProcess, "Client"]]:
-    with group(role, directory, *flags) as started:
+async def serving(
+    role: str, directory: Path, *flags: str, environ: Mapping[str, str] | None = None
+) -> AsyncIterator[tuple[GroupProcess, "Client"]]:
+    with group(role, directory, *flags, environ=environ) as started:
         async with fake_role() as others:
             yield started, Client(started.endpoint, others)
 
@@ -235,6 +239,44 @@ async def test_two_ranks_train_as_one_process_and_end_as_one(
         assert started.process.wait(60) == 5
         assert time.monotonic() - began < 20, "long before the 60 s that a silent rank is given"
         assert "rank 0: the group ends: " in started.errors.read_text()
+
+
+SHORT_OF_MEMORY = """
+import os
+
+if os.environ.get("RANK", "0") == "{rank}":
+    import torch
+
+    def backward(*_, **__):
+        raise torch.OutOfMemoryError("none left\\nmore")
+
+    torch.Tensor.backward = backward
+"""
+"""What Python imports before anything else, in a group of which one rank has too little memory for an update."""
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+async def test_what_a_rank_says_that_alone_runs_out_of_memory_is_the_answer(
+    model: Path, tmp_path: Path, rank: int
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SHORT_OF_MEMORY.format(rank=rank))
+    samples = roll_out(model, prompts=5)
+    values = replaced(samples, "returns", [np.arange(len(row)) for row in samples["response_ids"].rows()])
+    batch = replaced(values, "values", [row * 0 for row in samples["rollout_logprobs"].rows()])
+    async with serving("critic", tmp_path, environ={"PYTHONPATH": str(tmp_path)}) as (started, client):
+        await client.configure(make_config(model, "critic.micro_batch_size=2"))
+        stub = critic_pb2_grpc.CriticServiceStub(client.channel)
+        request = critic_pb2.CriticServiceUpdateRequest(operation=client.operation("u"), inputs=client.put(batch))
+        advice = r"lower micro_batch_size to 1 \(or set micro_batch_tokens to \d+\): .* none left"
+        with pytest.raises(GroupEnds, match=rf"^rank {rank} failed: FailedPrecondition: out of memory: {advice}; "):
+            await call(stub.Update, request, timeout=60)
+        # Half a group must not look alive to whoever has heard that it ends.
+        with pytest.raises(Unavailable):
+            await call(role_pb2_grpc.RoleServiceStub(client.channel).Describe, role_pb2.DescribeRequest(), timeout=20)
+        with pytest.raises(Unavailable):
+            await call(stub.Update, request, timeout=60)
+        assert started.process.wait(60) == 5
+        assert f"rank 0: the group ends: rank {rank} failed: " in started.errors.read_text()
 
 
 @pytest.mark.slow
