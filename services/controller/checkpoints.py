@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,8 +117,8 @@ async def save(
     if await asyncio.to_thread(is_complete, directory):
         return
     try:
-        digests = await _save_roles(directory, session, dispatcher, position, f"save{session.epoch}.{attempt}")
-        await _write_manifest(directory, session, position, digests)
+        await _save_roles(directory, session, dispatcher, position, f"save{session.epoch}.{attempt}")
+        await _write_manifest(directory, session, position)
     except StaleEpoch:
         # The directory may be the present leader's by now.
         raise
@@ -150,7 +149,7 @@ def _remove_old(root: Place, keep: int, newest: int) -> None:
 
 async def _save_roles(
     directory: Place, session: Session, dispatcher: Dispatcher, position: Position, mark: str
-) -> dict[str, str]:
+) -> None:
     roles = sorted(session.kept)
     requests = [
         role_pb2.SaveCheckpointRequest(directory=str(directory / role), version=position.versions[role])
@@ -165,17 +164,15 @@ async def _save_roles(
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome
-    return {role: answer.digest for role, answer in zip(roles, outcomes, strict=True)}
 
 
-async def _write_manifest(directory: Place, session: Session, position: Position, digests: Mapping[str, str]) -> None:
+async def _write_manifest(directory: Place, session: Session, position: Position) -> None:
     content = {
         "step": position.step,
         "position": position.position,
         "versions": position.versions,
         "stock": position.stock,
         "run": session.run,
-        "digests": digests,
         "config": json.loads(session.config_json),
     }
     await hit_async("controller.before_checkpoint")
