@@ -3,10 +3,11 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,19 @@ class GroupProcess:
 
 @contextlib.contextmanager
 def group(
-    role: str, directory: Path, *flags: str, ranks: int = 2, environ: Mapping[str, str] | None = None
+    role: str,
+    directory: Path,
+    *flags: str,
+    ranks: int = 2,
+    environ: Mapping[str, str] | None = None,
+    around: Sequence[str] = (),
 ) -> Iterator[GroupProcess]:
+    """With what starts the ranks `around` it, or it starts them itself."""
     errors = directory / f"{role}.log"
     environment = {"SEXTET_TOKEN": TOKEN, "SEXTET_REDIS_URL": "memory://", "OMP_NUM_THREADS": "1", **(environ or {})}
-    command = [sys.executable, "-m", f"services.{role}", "--threads", "1", "--metrics-port", "-1"]
-    command += ["--data-dir", str(directory), *flags, *(["--world-size", str(ranks)] if ranks > 1 else [])]
+    command = [sys.executable, *around, "-m", f"services.{role}", "--threads", "1", "--metrics-port", "-1"]
+    command += ["--data-dir", str(directory), *flags]
+    command += ["--world-size", str(ranks)] if ranks > 1 and not around else []
     with errors.open("wb") as log:
         process = subprocess.Popen(command, env={**os.environ, **environment}, stderr=log)
     others: list[psutil.Process] = []
@@ -103,9 +111,9 @@ def group(
 
 @contextlib.asynccontextmanager
 async def serving(
-    role: str, directory: Path, *flags: str, environ: Mapping[str, str] | None = None
+    role: str, directory: Path, *flags: str, environ: Mapping[str, str] | None = None, around: Sequence[str] = ()
 ) -> AsyncIterator[tuple[GroupProcess, "Client"]]:
-    with group(role, directory, *flags, environ=environ) as started:
+    with group(role, directory, *flags, environ=environ, around=around) as started:
         async with fake_role() as others:
             yield started, Client(started.endpoint, others)
 
@@ -321,6 +329,29 @@ async def test_critic_and_reference_of_two_ranks(
         )
         got = await client.read((await call(scorer.ComputeLogprobs, scoring, timeout=60)).block)
         np.testing.assert_allclose(got["ref_logprobs"].data, wanted["ref_logprobs"].data, atol=1e-5)
+
+
+@pytest.mark.slow
+async def test_torchrun_around_a_role_starts_its_ranks_and_ends_with_them(model: Path, tmp_path: Path) -> None:
+    """As on several machines: the ranks find each other by what torchrun tells them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    around = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    around += ["--master-port", str(port)]
+    samples, frozen = roll_out(model, prompts=5), TorchReference()
+    await frozen.configure(make_config(model), RUN, None)
+    wanted, _ = await frozen.logprobs(RUN, samples)
+    async with serving("reference", tmp_path, around=around) as (started, client):
+        assert (await client.configure(make_config(model))).facts["ranks"] == "1 copies x 2 shards x tp 1"
+        request = reference_pb2.ReferenceServiceComputeLogprobsRequest(
+            operation=client.operation("l"), inputs=client.put(samples)
+        )
+        scorer = reference_pb2_grpc.ReferenceServiceStub(client.channel)
+        got = await client.read((await call(scorer.ComputeLogprobs, request, timeout=60)).block)
+        np.testing.assert_allclose(got["ref_logprobs"].data, wanted["ref_logprobs"].data, atol=1e-5)
+        assert len(started.ranks) == 2, "it has started none itself"
+        started.ranks[1].kill()
+        assert started.process.wait(60) != 0
 
 
 @pytest.mark.slow
