@@ -346,6 +346,30 @@ async def test_a_new_rollout_joins_the_run(fakes: Any, controller: Any, undistur
     assert fakes["rollout-1"].done["generate"] == 1
 
 
+async def test_rollouts_that_are_ahead_of_a_run_that_goes_back_get_its_weights_again(
+    fakes: Any, store: Any, tmp_path: Any, undisturbed: Any
+) -> None:
+    """A step is taken up whose weights rollouts serve already; then its inputs turn out to be others."""
+    await fakes.start(*ALL)
+    committed, rollout, reward = asyncio.Event(), fakes["rollout-0"], fakes["reward-0"]
+
+    async def hang(request: Any) -> None:
+        committed.set()
+        await asyncio.sleep(60)
+
+    rollout.hooks["after commit_weights"] = hang
+    async with Controller(store, tmp_path / "runs") as first:
+        await first.create("r")
+        async with asyncio.timeout(30):
+            await committed.wait()
+    rollout.hooks.clear()
+    await reward.kill()
+    await reward.start()
+    async with Controller(store, tmp_path / "runs") as second:
+        assert await outcome(second, fakes) == undisturbed
+        assert any("called before with another payload" in message for _, _, message in await second.events("r"))
+
+
 @pytest.mark.parametrize(
     ("file", "content", "why"),
     [
@@ -364,6 +388,9 @@ async def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     async def damage_and_restart(request: Any) -> None:
         if request.operation.id.step == 3:
             actor.hooks.clear()
+            # It is written while the step is played.
+            while not (root / "step_2" / "run.json").exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
             older = (root / "step_1" / file).read_text()
             (root / "step_2" / file).write_text(older if content == "of step 1" else content)
             await actor.kill()
