@@ -188,13 +188,11 @@ async def test_random_deaths_change_nothing(fakes: FakeSextet, store: StateStore
     choose, mode, tasks = random.Random(seed), CUT[seed % 2], []
     wanted = await undisturbed(mode, tmp_path)
     await start(fakes, "rollout-1", "reward-1")
-    rollouts_die = False
+    rollouts_die = seed < 4
     for _ in range(4):
-        name = choose.choice(["rollout-0", "rollout-1", "reward-0", "reward-1", "reference-0"])
+        name = choose.choice(["reward-0", "reward-1", "reference-0", *["rollout-0", "rollout-1"] * rollouts_die])
         operation = choose.choice(OPERATIONS[fakes[name].role])
-        after, kind = choose.randrange(4), choose.choice(["kill", "kill", "slow"])
-        arm(fakes[name], operation, after, kind, Unavailable, tasks)
-        rollouts_die |= kind == "kill" and fakes[name].role == "rollout"
+        arm(fakes[name], operation, choose.randrange(4), choose.choice(["kill", "kill", "slow"]), Unavailable, tasks)
     changes = MODES[mode] | {"recovery": {"max_retries": 6, "backoff": 1.0, "replica_timeout": 5.0}}
     async with Controller(store, tmp_path / "runs") as first:
         await first.create("r", **changes)
