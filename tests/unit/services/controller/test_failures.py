@@ -391,6 +391,8 @@ async def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
             # It is written while the step is played.
             while not (root / "step_2" / "run.json").exists():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+            # And the saver is done with it.
+            await asyncio.sleep(0.5)
             older = (root / "step_1" / file).read_text()
             (root / "step_2" / file).write_text(older if content == "of step 1" else content)
             await actor.kill()
