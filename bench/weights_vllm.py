@@ -12,7 +12,6 @@ and prepared while it generates. Figures are medians of --tries; the first, with
 import argparse
 import asyncio
 import base64
-import contextlib
 import json
 import statistics
 import sys
@@ -60,11 +59,8 @@ def run_actor(job: dict[str, Any]) -> None:
             torch.cuda.synchronize()
         started = time.perf_counter()
         ref = publisher.publish(version, lm.state_dict(), run="bench", options=WeightsConfig())
-        return {
-            "seconds": time.perf_counter() - started,
-            "ref": base64.b64encode(ref.SerializeToString()).decode(),
-            "bytes": ref.bytes,
-        }
+        seconds = time.perf_counter() - started
+        return {"seconds": seconds, "ref": base64.b64encode(ref.SerializeToString()).decode()}
 
     async def serve() -> None:
         async with fake_role(parts):
@@ -82,31 +78,34 @@ class Rollout(Client):
 
     async def prepare(self, ref: Any) -> float:
         """Seconds."""
-        from shared.gen.sextet.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
+        from shared.gen.sextet.v1 import rollout_pb2, weights_pb2
 
         self._step += 1
         gathering = weights_pb2.WeightsGathering(id=f"g{self._step}", members=["rollout-0"]) if ref.offers else None
         operation = self._operation("rollout.prepare_weights")
         request = rollout_pb2.PrepareWeightsRequest(operation=operation, weights=ref, gathering=gathering)
-        started = time.perf_counter()
-        await self._all(lambda channel: rollout_pb2_grpc.RolloutServiceStub(channel).PrepareWeights, [request])
-        return time.perf_counter() - started
+        return await self._timed("PrepareWeights", request)
 
     async def commit(self, ref: Any) -> float:
         """Seconds."""
-        from shared.gen.sextet.v1 import rollout_pb2, rollout_pb2_grpc
+        from shared.gen.sextet.v1 import rollout_pb2
 
         self._step += 1
         operation = self._operation("rollout.commit_weights")
         request = rollout_pb2.CommitWeightsRequest(operation=operation, version=ref.version, digest=ref.digest)
-        started = time.perf_counter()
-        await self._all(lambda channel: rollout_pb2_grpc.RolloutServiceStub(channel).CommitWeights, [request])
-        return time.perf_counter() - started
+        return await self._timed("CommitWeights", request)
 
     async def speed(self) -> float:
         """Tokens per second."""
         tokens, seconds = await self._generate(self._job["rows"][0], 1, 0)
         return tokens / seconds
+
+    async def _timed(self, method: str, request: Any) -> float:
+        from shared.gen.sextet.v1 import rollout_pb2_grpc
+
+        started = time.perf_counter()
+        await self._all(lambda channel: getattr(rollout_pb2_grpc.RolloutServiceStub(channel), method), [request])
+        return time.perf_counter() - started
 
 
 async def measure(job: dict[str, Any], actor: Child, rollout: Child) -> dict[str, Any]:
@@ -189,8 +188,7 @@ def main() -> None:
 
     print("| " + " | ".join(COLUMNS) + " |\n|" + " --- |" * len(COLUMNS), flush=True)
     for shape in options.shapes:
-        with contextlib.suppress(KeyboardInterrupt):
-            run_shape(options, shape, show)
+        run_shape(options, shape, show)
     return None
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,10 @@ def directories(root: Place) -> list[Place]:
     return [root / name for _, name in sorted(numbered, reverse=True) if is_complete(root / name)]
 
 
-def complete(root: Place) -> list[Checkpoint]:
-    """As `directories`, without those whose manifest can't be read or is damaged."""
+def readable(there: Iterable[Place]) -> list[Checkpoint]:
+    """Those of the `directories` whose manifest can be read and is not damaged."""
     found = []
-    for directory in directories(root):
+    for directory in there:
         with contextlib.suppress(DamagedCheckpoint, Unavailable):
             found.append(load(directory))
     return found
@@ -136,7 +137,9 @@ def _remove_old(root: Place, keep: int, newest: int) -> None:
 
     What is newer was refused, and does not count; or another controller is about to write it.
     """
-    steps = [checkpoint.position.step for checkpoint in complete(root) if checkpoint.position.step <= newest]
+    steps = [
+        checkpoint.position.step for checkpoint in readable(directories(root)) if checkpoint.position.step <= newest
+    ]
     oldest = min(steps[:keep], default=0)
     for name in root.children():
         step = step_of(name)

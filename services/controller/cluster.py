@@ -153,16 +153,16 @@ class Cluster:
         if member.info.role != "rollout":
             return
         await session.settled.wait()
-        if standing.run == session.run:
-            serves = session.weights.version if session.weights else 0
+        serves = session.weights.version if session.weights else 0
+        if session.attached and standing.run == session.run:
             # Ahead, it still answers what it did before the update, and the step's own sync follows. Brought back, it
             # would answer that sync from memory and serve the old weights on.
             ahead = session.ahead and standing.version > serves
-            if session.attached and (ahead or (standing.version == serves and not member.weights)):
+            if ahead or (standing.version == serves and not member.weights):
                 member.weights = session.weights_digest
-            elif not session.attached and standing.version != serves:
-                # It may have been ahead of a step that was taken up, and counted among those that served its weights.
-                member.weights = ""
+        elif standing.run == session.run and standing.version != serves:
+            # It may have been ahead of a step that was taken up, and counted among those that served its weights.
+            member.weights = ""
         # The target moves on while a slow replica is fetching.
         while member.weights != session.weights_digest:
             await self._bring_weights(member, session)

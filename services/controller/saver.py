@@ -93,10 +93,10 @@ class Saver:
             position: the step at which the run is. What is newer was refused, and is written anew.
             start: the step at which it began, should there be nothing.
         """
-        found = [each.position.step for each in await asyncio.to_thread(checkpoints.complete, self._root)]
+        there = await asyncio.to_thread(checkpoints.directories, self._root)
+        found = [each.position.step for each in await asyncio.to_thread(checkpoints.readable, there)]
         good = [step for step in found if step <= position]
         # Damaged ones, too.
-        there = await asyncio.to_thread(checkpoints.directories, self._root)
         self._refused = {checkpoints.step_of(directory.name) for directory in there} - {*good}
         self.step, self.oldest = max(good, default=start), min(good, default=0)
 

@@ -55,10 +55,7 @@ def block_of(
 
 def together(blocks: Sequence[Block]) -> Block:
     """The blocks' rows as one block; they have the same columns."""
-    found = {}
-    for name, first in blocks[0].columns.items():
-        data = np.concatenate([block[name].data for block in blocks])
-        found[name] = Ragged(data, np.concatenate([block[name].lengths for block in blocks]), first.text)
+    found = {name: Ragged.together([block[name] for block in blocks]) for name in blocks[0].columns}
     return Block(tuple(key for block in blocks for key in block.rows), found)
 
 

@@ -67,6 +67,12 @@ class Ragged:
         lengths = np.fromiter((len(e) for e in encoded), np.uint32, len(encoded))
         return cls(np.frombuffer(b"".join(encoded), np.uint8), lengths, text=True)
 
+    @classmethod
+    def together(cls, pieces: Sequence["Ragged"]) -> "Ragged":
+        """The rows of at least one column of the same type, one after the other."""
+        data = np.concatenate([piece.data for piece in pieces])
+        return cls(data, np.concatenate([piece.lengths for piece in pieces]), pieces[0].text)
+
     def __len__(self) -> int:
         return self.lengths.size
 

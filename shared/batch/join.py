@@ -4,8 +4,6 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from shared.batch import codec
 from shared.batch.block import Block, Ragged
 from shared.batch.columns import RowKey, some
@@ -77,9 +75,7 @@ def _joined(name: str, keys: tuple[RowKey, ...], blocks: list[Block]) -> Ragged:
     pieces = [block[name] for block in blocks]
     if len({piece.dtype for piece in pieces}) > 1:
         raise InvalidArgument(f"column {name!r} is {' and '.join(p.dtype for p in pieces)} in different blocks")
-    data = np.concatenate([piece.data for piece in pieces])
-    lengths = np.concatenate([piece.lengths for piece in pieces])
-    together = Ragged(data, lengths, pieces[0].text)
+    together = Ragged.together(pieces)
     order = [key for block in blocks for key in block.rows]
     if tuple(order) == keys:
         return together

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.rollout.backend import EngineError
+from services.rollout.backends.vllm_weights import TRANSFER
 from shared.config import RunConfig
 
 _OURS = {
@@ -88,8 +89,7 @@ def engine_args(config: RunConfig, length: int) -> dict[str, Any]:
         "enable_sleep_mode": config.rollout.sleep,
         "disable_log_stats": True,
         "worker_extension_cls": "services.rollout.backends.vllm_worker.SextetWorker",
-        # By the name under which vllm_transfer.py registers itself in the workers.
-        "weight_transfer_config": {"backend": "sextet"},
+        "weight_transfer_config": {"backend": TRANSFER},
         "scheduler_cls": "services.rollout.backends.vllm_scheduler.make_scheduler",
         # Compiling for a CPU takes a minute and wins little.
         "enforce_eager": current_platform.is_cpu(),

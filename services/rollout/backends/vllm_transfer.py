@@ -24,13 +24,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from services.rollout.backends.vllm_weights import TRANSFER
 from shared.gen.sextet.v1 import weights_pb2
 from shared.training.lora import merge_adapters
 from shared.weights.codec import NOTHING, Kept, by_every_name
 from shared.weights.part import WirePart
-
-NAME = "sextet"
-"""What `weight_transfer_config.backend` calls it."""
 
 
 @dataclass
@@ -154,4 +152,4 @@ class Arriving:
         self.tensors = merge_adapters(tensors)
 
 
-WeightTransferEngineFactory.register_engine(NAME, SextetTransfer)
+WeightTransferEngineFactory.register_engine(TRANSFER, SextetTransfer)

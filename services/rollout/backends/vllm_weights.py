@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from services.rollout.backends.parameters import matched
 
+TRANSFER = "sextet"
+"""The `weight_transfer_config.backend` under which vllm_transfer.py registers itself in vLLM's workers."""
 _MEMORY = Path("/dev/shm")
 
 
