@@ -3,12 +3,15 @@
     python bench/rollout.py --model models/smollm2 --rows 16,64 --prompt 64 --response 64      # on a CPU
     python bench/rollout.py --shape 1b --rows 256,512 --prompt 512 --response 256 --hf-rows 128 --json OUT.json
     python bench/rollout.py --shape 13b --rows 256,512 --prompt 512 --response 256 --engines service-vllm,bare --tries 1
+    python bench/rollout.py --shape 1b --together --engine-args '{"gpu_memory_utilization": 0.4}' \
+        --rows 256,512 --prompt 512 --response 256 --engines service-vllm,bare
     python bench/rollout.py --shape 1b --replicas 2 --engines service-vllm ...                  # on two GPUs
     python bench/rollout_gpus.py                                            # all of that in one call, on two GPUs
 
 A shape is a Llama with random weights and a vocabulary of plain words. Engines run one after the other, each started
-once in a process of its own, and get the same prompts; a line is printed when it is measured, and the table holds what
-was measured when --seconds are over. The service is a served role in another process: Generate and the read of its
+once in a process of its own, and get the same prompts; with --together all are loaded and have their tries by turns, as
+a host is not as fast at all times. A line is printed when it is measured, and the table holds what was measured when
+--seconds are over. The service is a served role in another process: Generate and the read of its
 block are timed together. With --replicas R, R services have a GPU each: one of them is measured alone, then all with
 as many rows each. A result is the median of --tries.
 """
@@ -28,7 +31,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,25 +155,20 @@ def wait_for_go() -> None:
         sys.exit(1)
 
 
-def result(rows: int, found: Sequence[tuple[int, float]], replicas: int = 1) -> dict[str, Any]:
+def result(rows: int, found: Sequence[tuple[int, float]], variant: dict[str, Any]) -> dict[str, Any]:
     """Of tries, each so many tokens in so many seconds."""
     speeds = [tokens / seconds for tokens, seconds in found]
-    speed = statistics.median(speeds)
-    return {"rows": rows, "replicas": replicas, "tokens": found[-1][0], "tokens_per_second": speed, "tries": speeds}
+    speeds_of = {"tokens": found[-1][0], "tokens_per_second": statistics.median(speeds), "tries": speeds}
+    return {"rows": rows, "replicas": 1, **variant, **speeds_of}
 
 
-def measure(
-    generate: Callable[[int, int], int], rows: Sequence[int], job: dict[str, Any], tries: int, facts: dict[str, Any]
-) -> None:
-    """Says the speed of `generate(rows, tokens of each)`, which answers how many tokens it made; and the facts."""
-    generate(max(rows), WARM_TOKENS)
-    for count in rows:
-        found = []
-        for _ in range(tries):
-            started = time.perf_counter()
-            tokens = generate(count, job["response"])
-            found.append((tokens, time.perf_counter() - started))
-        say(result(count, found) | facts)
+def answer(generate: Callable[..., int]) -> None:
+    """Says how many tokens `generate` made, and in how many seconds, of every line of arguments that it is told."""
+    say("ready")
+    for told in sys.stdin:
+        started = time.perf_counter()
+        tokens = generate(**json.loads(told))
+        say([tokens, time.perf_counter() - started])
 
 
 def run_bare(job: dict[str, Any]) -> None:
@@ -186,15 +183,14 @@ def run_bare(job: dict[str, Any]) -> None:
         enforce_eager=not torch.cuda.is_available(), **engine_arguments(job),
     )  # fmt: skip
 
-    def generate(rows: int, tokens: int, likely: bool) -> int:
+    def generate(rows: int, tokens: int, likely: bool = False) -> int:
         common = {"temperature": 1.0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
         own = [{"seed": row, "logprobs": 0, "flat_logprobs": True} if likely else {} for row in range(rows)]
         asked: list[Any] = [{"prompt_token_ids": ids} for ids in job["ids"][:rows]]
         outputs = llm.generate(asked, [SamplingParams(**common, **options) for options in own], use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    for likely in (False, True) if job.get("likely", True) else (False,):
-        measure(partial(generate, likely=likely), job["rows"], job, job["tries"], {"likely": True} if likely else {})
+    answer(generate)
 
 
 def run_hf(job: dict[str, Any]) -> None:
@@ -225,7 +221,7 @@ def run_hf(job: dict[str, Any]) -> None:
             )  # fmt: skip
         return made_BT[:, shortest:].numel()
 
-    measure(generate, job["hf_rows"], job, 1, {})
+    answer(generate)
 
 
 def run_serve(job: dict[str, Any]) -> None:
@@ -257,22 +253,66 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
     return {**common, "load_format": "dummy"} if job["shape"] else common
 
 
-class Client:
-    """The controller's part: Configure and Generate, and a reader's: the block.
+class Direct:
+    """An engine in a process that is told what to make.
 
-    Args:
-        endpoints: of the services.
+    Attributes:
+        rows, tries: what is measured.
+        variants: ways to ask it, by what the table says of them.
     """
 
-    def __init__(self, job: dict[str, Any], engine: str, endpoints: Sequence[str]) -> None:
+    def __init__(self, job: dict[str, Any], what: str, child: Child) -> None:
+        self._child = child
+        self.rows, self.tries = (job["hf_rows"], 1) if what == "hf" else (job["rows"], job["tries"])
+        self.variants: list[dict[str, Any]] = [{}]
+        if what == "bare" and job.get("likely", True):
+            self.variants.append({"likely": True})
+
+    async def start(self) -> None:
+        self._child.go()
+        await self._heard()
+
+    async def make(self, rows: int, tokens: int, variant: dict[str, Any]) -> tuple[int, float]:
+        """Tokens and seconds."""
+        self._child.tell(json.dumps({"rows": rows, "tokens": tokens, **variant}))
+        return await self._heard()
+
+    async def close(self) -> None: ...
+
+    async def _heard(self) -> Any:
+        said = await asyncio.to_thread(self._child.said)
+        if said is None:
+            raise RuntimeError("the engine's process has ended")
+        return said
+
+
+class Client:
+    """The controller's part: Configure and Generate, and a reader's: the block. Attributes: as `Direct` has them."""
+
+    def __init__(self, job: dict[str, Any], engine: str, children: Sequence[Child]) -> None:
         from shared.batch.reader import BatchReader
         from shared.rpc.client import Connections
         from tests.fakes.role import TOKEN
 
-        self._job, self._engine, self._step = job, engine, 0
+        self._job, self._engine, self._children, self._step = job, engine, children, 0
         self._connections = Connections(TOKEN)
-        self._channels = [self._connections.channel(endpoint) for endpoint in endpoints]
+        self._channels: list[Any] = []
         self._reader = BatchReader(self._connections, None)
+        self.rows, self.tries = job["rows"], job["tries"]
+        self.variants = [{"replicas": size} for size in sorted({1, len(children)})]
+
+    async def start(self) -> None:
+        for child in self._children:
+            child.go()
+        endpoints = await asyncio.gather(*(asyncio.to_thread(child.said) for child in self._children))
+        if None in endpoints:
+            raise RuntimeError("the service does not start")
+        self._channels = [self._connections.channel(endpoint) for endpoint in endpoints]
+        started = time.perf_counter()
+        await self.configure()
+        print(
+            f"service-{self._engine}: configured in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True
+        )
 
     async def configure(self) -> None:
         from shared.config import dump_config
@@ -300,30 +340,24 @@ class Client:
             lambda channel: role_pb2_grpc.RoleServiceStub(channel).Configure, [request] * len(self._channels)
         )
 
-    async def measure(self, found: "Found") -> None:
-        """One replica alone and all of them, by turns: a host is not as fast at all times."""
-        await self._generate(max(self._job["rows"]), len(self._channels), WARM_TOKENS)
-        sizes = sorted({1, len(self._channels)})
-        for rows in self._job["rows"]:
-            tries = [[await self._generate(rows, size, 0) for size in sizes] for _ in range(self._job["tries"])]
-            for size, measured in zip(sizes, zip(*tries, strict=True), strict=True):
-                found(result(rows, measured, size))
-
     async def close(self) -> None:
         await self._connections.close()
 
-    async def _generate(self, rows: int, replicas: int, budget: int) -> tuple[int, float]:
+    async def make(self, rows: int, tokens: int, variant: dict[str, Any]) -> tuple[int, float]:
+        """Tokens and seconds."""
         from shared.batch import refs
         from shared.gen.sextet.v1 import rollout_pb2, rollout_pb2_grpc
 
         self._step += 1
+        # Rows that a budget cuts are kept for a later step, which whole ones are not.
+        budget = 0 if tokens == self._job["response"] else tokens
         prompts = [rollout_pb2.PromptRow(uid=f"{self._step}:{i}:0", index=i, samples=[0]) for i in range(rows)]
         request = rollout_pb2.GenerateRequest(
             operation=self._operation("rollout.generate"), prompts=prompts, budget=budget
         )
         started = time.perf_counter()
         answers = await self._all(
-            lambda channel: rollout_pb2_grpc.RolloutServiceStub(channel).Generate, [request] * replicas
+            lambda channel: rollout_pb2_grpc.RolloutServiceStub(channel).Generate, [request] * variant["replicas"]
         )
         blocks = await asyncio.gather(
             *(self._reader.read(refs.merge(answer.block), timeout=self._job["seconds"]) for answer in answers)
@@ -350,23 +384,29 @@ class Client:
 
 
 JOBS = {"bare": run_bare, "hf": run_hf, "serve": run_serve}
-Found = Callable[[dict[str, Any]], None]
-"""Told about a result as soon as it is there."""
+Found = Callable[[str, dict[str, Any]], None]
+"""Told about an engine's result as soon as it is there."""
 
 
-async def use_services(job: dict[str, Any], engine: str, children: Sequence[Child], found: Found) -> None:
-    """What a client measures of services that are starting."""
-    endpoints = await asyncio.gather(*(asyncio.to_thread(child.said) for child in children))
-    if None in endpoints:
-        raise RuntimeError("the service does not start")
-    client = Client(job, engine, endpoints)
+async def measure(job: dict[str, Any], engines: dict[str, Direct | Client], found: Found) -> None:
+    """All tries of all of them; each number of rows by turns, as a host is not as fast at all times."""
     try:
-        started = time.perf_counter()
-        await client.configure()
-        print(f"service-{engine}: configured in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-        await client.measure(found)
+        for engine in engines.values():
+            await engine.start()
+            for variant in engine.variants:
+                await engine.make(max(engine.rows), WARM_TOKENS, variant)
+        for rows in sorted({rows for engine in engines.values() for rows in engine.rows}):
+            turns = [(what, v) for what, engine in engines.items() if rows in engine.rows for v in engine.variants]
+            tries: list[list[tuple[int, float]]] = [[] for _ in turns]
+            for number in range(job["tries"]):
+                for (what, variant), made in zip(turns, tries, strict=True):
+                    if number < engines[what].tries:
+                        made.append(await engines[what].make(rows, job["response"], variant))
+            for (what, variant), made in zip(turns, tries, strict=True):
+                found(what, result(rows, made, variant))
     finally:
-        await client.close()
+        for engine in engines.values():
+            await engine.close()
 
 
 def line(what: str, row: dict[str, Any], bare: float | None = None) -> str:
@@ -395,6 +435,7 @@ def main() -> None:
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--engine-args", default={}, type=json.loads)
+    parser.add_argument("--together", action="store_true", help="all at once on the device, measured by turns")
     parser.add_argument("--json", type=Path, help="where results are written")
     parser.add_argument("--job", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -430,21 +471,14 @@ def write_job(options: argparse.Namespace, work: Path) -> Path:
 
 def run(options: argparse.Namespace, work: Path) -> dict[str, list[dict[str, Any]]]:
     """Every engine in its turn; one that fails, or is not done in time, keeps the rows that it has."""
-    path, results, end = write_job(options, work), {}, time.monotonic() + options.seconds
+    path, end = write_job(options, work), time.monotonic() + options.seconds
+    results: dict[str, list[dict[str, Any]]] = {}
     # All import at once, which takes long; one after the other takes the device.
-    turns = {what: start(path, what, options.replicas) for what in options.engines.split(",")}
-    for what, children in turns.items():
-        rows = results[what] = []
-        alarm = threading.Timer(max(0.0, end - time.monotonic()), kill_all, [children])
-        alarm.start()
-        try:
-            take_turn(json.loads(path.read_text()), what, children, rows)
-        except Exception as error:  # noqa: BLE001 - the others are still to be measured
-            print(f"{what}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        for child in children:
-            child.end()
-        alarm.cancel()
-        alarm.join()
+    children = {what: start(path, what, options.replicas) for what in options.engines.split(",")}
+    groups = [children] if options.together else [{what: each} for what, each in children.items()]
+    for group in groups:
+        results |= {what: [] for what in group}
+        take_turn(json.loads(path.read_text()), group, results, end)
     return results
 
 
@@ -460,20 +494,30 @@ def start(path: Path, what: str, replicas: int) -> list[Child]:
     return [Child(path, "serve", gpu) for gpu in range(replicas)] if "service" in what else [Child(path, what)]
 
 
-def take_turn(job: dict[str, Any], what: str, children: Sequence[Child], rows: list[dict[str, Any]]) -> None:
-    """Measures an engine; its results are printed and added to `rows` as they come."""
+def take_turn(
+    job: dict[str, Any], group: dict[str, list[Child]], results: dict[str, list[dict[str, Any]]], end: float
+) -> None:
+    """Measures engines until they are done or it is `end`; what is measured is printed and added to their results."""
+    everybody = [child for children in group.values() for child in children]
 
-    def found(row: dict[str, Any]) -> None:
-        rows.append(row)
+    def found(what: str, row: dict[str, Any]) -> None:
+        results[what].append(row)
         print(line(what, row), flush=True)
 
-    for child in children:
-        child.go()
-    if what.startswith("service"):
-        asyncio.run(use_services(job, what.partition("-")[2], children, found))
-    else:
-        while (row := children[0].said()) is not None:
-            found(row)
+    def engine(what: str, children: list[Child]) -> Direct | Client:
+        service, _, name = what.partition("-")
+        return Client(job, name, children) if service == "service" else Direct(job, what, children[0])
+
+    alarm = threading.Timer(max(0.0, end - time.monotonic()), kill_all, [everybody])
+    alarm.start()
+    try:
+        asyncio.run(measure(job, {what: engine(what, children) for what, children in group.items()}, found))
+    except Exception as error:  # noqa: BLE001 - the others are still to be measured
+        print(f"{', '.join(group)}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    for child in everybody:
+        child.end()
+    alarm.cancel()
+    alarm.join()
 
 
 if __name__ == "__main__":

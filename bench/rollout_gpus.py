@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.rollout import SHAPES, Child, kill_all, take_turn, write_job
+from bench.rollout import SHAPES, Child, take_turn, write_job
 
 TRIES = {"large": 1, "small": 3}
 OF_BARE, OF_HF, OF_ONE = 0.97, 4.0, 1.95
@@ -46,16 +46,7 @@ class Turn:
 
     def measure(self, end: float) -> None:
         """Its rows, as far as there is time until `end` on the monotonic clock."""
-        alarm = threading.Timer(max(0.0, end - time.monotonic()), kill_all, [self.children])
-        alarm.start()
-        try:
-            take_turn(json.loads(self.job.read_text()), self.engine, self.children, self.rows)
-        except Exception as error:  # noqa: BLE001 - the others are still to be measured
-            print(f"{self.size} {self.engine}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        for child in self.children:
-            child.end()
-        alarm.cancel()
-        alarm.join()
+        take_turn(json.loads(self.job.read_text()), {self.engine: self.children}, {self.engine: self.rows}, end)
 
 
 def play(turns: Sequence[Turn], end: float) -> None:

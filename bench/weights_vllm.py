@@ -97,7 +97,7 @@ class Rollout(Client):
 
     async def speed(self) -> float:
         """Tokens per second."""
-        tokens, seconds = await self._generate(self._job["rows"][0], 1, 0)
+        tokens, seconds = await self.make(self._job["rows"][0], self._job["response"], {"replicas": 1})
         return tokens / seconds
 
     async def _timed(self, method: str, request: Any) -> float:
@@ -112,19 +112,19 @@ async def measure(job: dict[str, Any], actor: Child, rollout: Child) -> dict[str
     """A row of the table."""
     from shared.gen.sextet.v1 import weights_pb2
 
-    ready, endpoint = [await asyncio.to_thread(child.said) for child in (actor, rollout)]
-    if None in (ready, endpoint):
-        raise RuntimeError("a process does not start: what it wrote says why")
-    client, found = Rollout(job, "vllm", [endpoint]), {name: [] for name in COLUMNS[3:]}
+    client, found = Rollout(job, "vllm", [rollout]), {name: [] for name in COLUMNS[3:]}
 
     async def published() -> Any:
         actor.tell("publish")
         said = await asyncio.to_thread(actor.said)
+        if said is None:
+            raise RuntimeError("the actor's process has ended: what it wrote says why")
         found["publish"].append(said["seconds"])
         return weights_pb2.WeightsRef.FromString(base64.b64decode(said["ref"]))
 
     try:
-        await client.configure()
+        actor.go()
+        await asyncio.gather(client.start(), asyncio.to_thread(actor.said))
         ref = await published()
         first = await client.prepare(ref)
         await client.commit(ref)
@@ -149,13 +149,11 @@ async def measure(job: dict[str, Any], actor: Child, rollout: Child) -> dict[str
 def run_shape(options: argparse.Namespace, shape: str, show: Callable[[dict[str, Any]], None]) -> None:
     """Its processes are ended afterwards, whatever happens."""
     with tempfile.TemporaryDirectory() as work:
-        asked = argparse.Namespace(**{**vars(options), "shape": shape, "model": None, "hf_rows": [], "json": None})
-        asked.rows = [options.rows]
+        own = {"shape": shape, "model": None, "rows": [options.rows], "hf_rows": [], "out": None}
+        asked = argparse.Namespace(**{**vars(options), **own})
         path = write_job(asked, Path(work))
         children = [Child(path, "actor", 0, __file__), Child(path, "serve", 0 if options.same else 1, __file__)]
         try:
-            for child in children:
-                child.go()
             show(asyncio.run(asyncio.wait_for(measure(json.loads(path.read_text()), *children), options.seconds)))
         except Exception as error:  # noqa: BLE001 - the other shapes are still to be measured
             print(f"{shape}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -167,7 +165,7 @@ def run_shape(options: argparse.Namespace, shape: str, show: Callable[[dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["tiny"], choices=SHAPES)
-    for name, default in (("--rows", 64), ("--prompt", 64), ("--response", 128), ("--tries", 3), ("--seconds", 240)):
+    for name, default in (("--rows", 64), ("--prompt", 64), ("--response", 128), ("--tries", 3), ("--seconds", 400)):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--same", action="store_true", help="both on the first GPU")
     parser.add_argument("--dtype", default="bfloat16")

@@ -77,7 +77,11 @@ class FakeVllm:
             self.done.append("load")
         return ["v2"] if method == "sextet_setup" else [None]
 
-    async def pause_generation(self, mode: str) -> None:
+    @property
+    def engine_core(self) -> "FakeVllm":
+        return self
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         assert not self._rows
 
     async def resume_generation(self) -> None: ...

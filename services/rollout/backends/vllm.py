@@ -215,7 +215,8 @@ class VllmBackend:
     async def _load(self, engine: Any, weights: WeightsFile | InWorkers) -> None:
         try:
             await self._sleep.wake(WEIGHTS)
-            await self._answer(engine.pause_generation(mode="wait"), LOAD_TIMEOUT)
+            # AsyncLLM.pause_generation sleeps 20 ms more, for outputs of rows: there are none.
+            await self._answer(engine.engine_core.pause_scheduler_async(mode="wait", clear_cache=True), LOAD_TIMEOUT)
             # A cache that is asleep comes back empty.
             scrub = self._scrub and not self._sleep.asleep
             await self._answer(engine.collective_rpc("sextet_take", args=(weights.path, scrub)), LOAD_TIMEOUT)

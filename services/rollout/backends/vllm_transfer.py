@@ -1,8 +1,9 @@
 """vLLM's weight-transfer interface with Sextet's wire behind it: what takes new weights inside vLLM's workers.
 
 vLLM calls it in the order of its interface: `init_transfer_engine` begins a transfer, `start_weight_update`,
-`receive_weights` and `finish_weight_update` put what has arrived into the model. In 0.23 the worker itself prepares
-the model before and finishes it afterwards; later ones ask the engine to.
+`receive_weights` and `finish_weight_update` put what has arrived into the model. Where the kernels use weights as a
+checkpoint has them, they are copied straight into place; others are taken layer by layer by vLLM's own reload, which
+repacks them and copies twice. In 0.23 the worker itself begins and ends that reload; later ones ask the engine to.
 """
 
 # vLLM is an extra: most environments that check types do not have it.
@@ -11,17 +12,21 @@ the model before and finishes it afterwards; later ones ask the engine to.
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from services.rollout.backends.vllm_weights import TRANSFER
@@ -77,15 +82,22 @@ class SextetTransfer(WeightTransferEngine[Begin, Take]):
         self.arriving = None
         self.arriving = Arriving(self.part, init_info, self.kept)
 
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether weights are copied straight to where the kernels read them."""
+        return loads_in_place(self.model)
+
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        if not self.in_place:
+            initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Take, load_weights: Any = None) -> None:
         """`load_weights` is the model's own, which vLLM 0.23 hands over."""
         self.model.load_weights(_read(update_info.path) if update_info.path else self._arrived())
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        if not self.in_place:
+            finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         if self.part:
@@ -102,6 +114,25 @@ class SextetTransfer(WeightTransferEngine[Begin, Take]):
             raise RuntimeError("no weights have arrived")
         self.kept = arriving.now
         return arriving.tensors.items()
+
+
+def loads_in_place(model: nn.Module) -> bool:
+    """Whether nothing that vLLM computes from weights after loading would be left old by loading them again.
+
+    So it is on GPUs without quantization and mixtures of experts, as far as the kinds of layers are known here.
+    """
+    on_gpu = all(parameter.device.type == "cuda" for parameter in model.parameters())
+    return on_gpu and all(type(each) in _AS_LOADED for module in model.modules() for each in _processors(module))
+
+
+_AS_LOADED = (Attention, UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+"""What vLLM processes after loading without a change on GPUs; Attention's scales are those of a quantized cache."""
+
+
+def _processors(module: nn.Module) -> list[Any]:
+    """What vLLM calls to process a module's weights after loading."""
+    each = (module, getattr(module, "quant_method", None))
+    return [one for one in each if hasattr(one, "process_weights_after_loading")]
 
 
 def _read(path: str) -> Iterator[tuple[str, Tensor]]:

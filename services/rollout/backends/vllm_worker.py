@@ -8,6 +8,7 @@ log_softmax(logits / temperature). Nothing else of its sampling is changed.
 # vLLM is an extra: most environments that check types do not have it.
 # pyright: reportMissingImports=false
 
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +34,7 @@ class SextetWorker:
     weight_transfer_engine: SextetTransfer
     # vLLM's own, which hand over to that.
     init_weight_transfer_engine: Callable[[dict[str, Any]], None]
-    start_weight_update: Callable[[], None]
+    start_weight_update: Callable[..., None]
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
 
@@ -82,13 +83,18 @@ class SextetWorker:
         Args:
             scrub: keys and values are zeroed, too. Masked positions count 0 times what stands there: NaN if that is.
         """
-        self.start_weight_update()
+        self.start_weight_update(**self._start_options())
         self.update_weights({"path": path})
         self.finish_weight_update()
         if scrub:
             for cache in self.model_runner.kv_caches:
                 for part in cache if isinstance(cache, list) else [cache]:
                     part.zero_()
+
+    def _start_options(self) -> dict[str, bool]:
+        """Of `start_weight_update`: vLLM 0.23 begins its own reload unless it is told that none is wanted."""
+        reloads = "is_checkpoint_format" in inspect.signature(self.start_weight_update).parameters
+        return {"is_checkpoint_format": not self.weight_transfer_engine.in_place} if reloads else {}
 
 
 class TemperedSampler(Sampler):
