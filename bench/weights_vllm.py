@@ -45,7 +45,7 @@ def run_actor(job: dict[str, Any]) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         config = AutoConfig.from_pretrained(job["model"], trust_remote_code=False)
         lm = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, job["dtype"]), trust_remote_code=False)
-    publisher, gatherings = GrpcPublisher(), Gatherings()
+    publisher, gatherings = GrpcPublisher(keep=1 if job["same"] else 2), Gatherings()
 
     def parts(context: Any) -> RoleParts:
         services = [(weights_pb2_grpc.add_WeightsServiceServicer_to_server, WeightsServicer(publisher, gatherings))]

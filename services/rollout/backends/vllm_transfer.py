@@ -84,8 +84,9 @@ class SextetTransfer(WeightTransferEngine[Begin, Take]):
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether weights are copied straight to where the kernels read them."""
-        return loads_in_place(self.model)
+        """Whether weights are copied straight to where the kernels read them: on GPUs, as far as layers are known."""
+        on_gpu = all(parameter.device.type == "cuda" for parameter in self.model.parameters())
+        return on_gpu and used_as_loaded(self.model)
 
     def start_weight_update(self) -> None:
         if not self.in_place:
@@ -116,23 +117,22 @@ class SextetTransfer(WeightTransferEngine[Begin, Take]):
         return arriving.tensors.items()
 
 
-def loads_in_place(model: nn.Module) -> bool:
-    """Whether nothing that vLLM computes from weights after loading would be left old by loading them again.
+def used_as_loaded(model: nn.Module) -> bool:
+    """Whether a GPU's kernels use weights as the model's loader puts them: nothing is computed from them afterwards.
 
-    So it is on GPUs without quantization and mixtures of experts, as far as the kinds of layers are known here.
+    Not so with quantization, mixtures of experts and latent attention, nor, to be safe, with layers unknown here.
     """
-    on_gpu = all(parameter.device.type == "cuda" for parameter in model.parameters())
-    return on_gpu and all(type(each) in _AS_LOADED for module in model.modules() for each in _processors(module))
+    return all(type(each) in _UNCHANGED for module in model.modules() for each in _processors(module))
 
 
-_AS_LOADED = (Attention, UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-"""What vLLM processes after loading without a change on GPUs; Attention's scales are those of a quantized cache."""
+_UNCHANGED = (Attention, UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+"""What vLLM asks to process weights after loading, and leaves them as they are on GPUs."""
 
 
 def _processors(module: nn.Module) -> list[Any]:
-    """What vLLM calls to process a module's weights after loading."""
-    each = (module, getattr(module, "quant_method", None))
-    return [one for one in each if hasattr(one, "process_weights_after_loading")]
+    """What vLLM asks to process a module's weights after loading."""
+    asked = (module, getattr(module, "quant_method", None))
+    return [each for each in asked if hasattr(each, "process_weights_after_loading")]
 
 
 def _read(path: str) -> Iterator[tuple[str, Tensor]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from services.rollout.backend import EngineError
@@ -25,9 +26,12 @@ from tests.fakes.role import TOKEN, fake_role
 from tests.fakes.tiny import write_tiny_llama
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
 from services.rollout.backends.vllm import VllmBackend
 from services.rollout.backends.vllm_receiver import VllmReceiver
-from services.rollout.backends.vllm_transfer import SextetTransfer
+from services.rollout.backends.vllm_transfer import SextetTransfer, used_as_loaded
 from services.rollout.backends.vllm_worker import SextetWorker
 
 torch.set_num_threads(1)
@@ -170,3 +174,49 @@ async def test_a_version_that_was_prepared_is_gone_once_another_is_on_its_way(
     assert (weights.version, [worker.loaded for worker in workers]) == (0, [{}, {}])
     weights.stop()
     await connections.close()
+
+
+class Worker023(Worker):
+    """As vLLM 0.23's: it begins its own reload unless it is told not to."""
+
+    reloads: bool | None = None
+
+    def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
+        self.reloads = is_checkpoint_format
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_vllm_0_23_reloads_unless_weights_go_straight_into_place(in_place, tmp_path):
+    worker = Worker023(0)
+    worker.weight_transfer_engine.__dict__["in_place"] = in_place
+    save_file({"w": torch.ones(2)}, tmp_path / "1.safetensors")
+    worker.sextet_take(str(tmp_path / "1.safetensors"), scrub=False)
+    assert worker.reloads is not in_place
+    assert worker.loaded["w"].tolist() == [1, 1]
+
+
+def layer(kind: type, **attributes: Any) -> torch.nn.Module:
+    made = kind.__new__(kind)
+    torch.nn.Module.__init__(made)
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+class Repacking(UnquantizedLinearMethod):
+    """As quantization's are: another method of the same kind."""
+
+
+def test_only_known_layers_are_used_as_loaded():
+    linear = layer(torch.nn.Module, quant_method=UnquantizedLinearMethod())
+    known = torch.nn.Sequential(linear, layer(Attention), torch.nn.LayerNorm(3), layer(torch.nn.Module))
+    assert used_as_loaded(known)
+    for other in (
+        layer(torch.nn.Module, quant_method=Repacking()),
+        layer(MLAAttention),
+        layer(torch.nn.Module, process_weights_after_loading=lambda dtype: None),
+    ):
+        assert not used_as_loaded(torch.nn.Sequential(known, other))
+    on_a_cpu = Worker(0).weight_transfer_engine
+    on_a_cpu.model = known
+    assert not on_a_cpu.in_place
