@@ -37,21 +37,24 @@ def visible_devices(device: torch.device) -> list[str]:
     return [device_name(torch.device("cuda", n)) for n in others]
 
 
+_NO_COUNTER = b"/sextet-counts-nothing"
+"""Where a process that lets go of mapped memory would say so: nowhere, which torch takes for an exporter that ended."""
+
+
 def share_memory(memory: Tensor) -> weights_pb2.DeviceMemory:
     """How another process finds a tensor that is all of its storage, for as long as it is held here.
 
     Whoever reads it later reads something else, and learns that from the digests.
     """
     device, handle, size, offset, counter, counter_offset, event, required = memory.untyped_storage()._share_cuda_()
-    # Otherwise torch keeps the memory until it was mapped and let go, which a process that died never does.
+    # Otherwise torch keeps the memory until it was mapped and let go, which a process that died never does. Nobody else
+    # may count: whoever lets go after this takes one from zero, which torch reads as a number of users without end.
     torch.UntypedStorage._release_ipc_counter(counter, counter_offset, device=device)
     return weights_pb2.DeviceMemory(
         device=device,
         handle=handle,
         storage_bytes=size,
         storage_offset=offset,
-        counter=counter,
-        counter_offset=counter_offset,
         event=event,
         event_required=required,
     )
@@ -68,8 +71,8 @@ def map_memory(memory: weights_pb2.DeviceMemory, uuid: str) -> Tensor:
         memory.handle,
         memory.storage_bytes,
         memory.storage_offset,
-        memory.counter,
-        memory.counter_offset,
+        _NO_COUNTER,
+        0,
         memory.event,
         memory.event_required,
     )

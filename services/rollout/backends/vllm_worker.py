@@ -49,6 +49,8 @@ class SextetWorker:
             sampler.__class__ = TemperedSampler
             return "v1"
         sampler.__class__ = type("TemperedSamplerV2", (_TemperedV2, type(sampler)), {})
+        # Otherwise it looks at the logits as they were, before temperatures.
+        sampler.logprobs_mode = "processed_logprobs"
         return "v2"
 
     def sextet_ping(self) -> bool:

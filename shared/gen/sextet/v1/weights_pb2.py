@@ -24,13 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17sextet/v1/weights.proto\x12\tsextet.v1\"i\n\nTensorInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x10\n\x08\x61lias_of\x18\x06 \x01(\t\"}\n\nWeightsRef\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x11\n\tendpoints\x18\x03 \x03(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x0f\n\x07\x63hannel\x18\x06 \x01(\t\x12\x0e\n\x06offers\x18\x07 \x03(\t\"/\n\x10WeightsGathering\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07members\x18\x02 \x03(\t\"\xad\x01\n\x0c\x44\x65viceMemory\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\x05\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x15\n\rstorage_bytes\x18\x03 \x01(\x04\x12\x16\n\x0estorage_offset\x18\x04 \x01(\x04\x12\x0f\n\x07\x63ounter\x18\x05 \x01(\x0c\x12\x16\n\x0e\x63ounter_offset\x18\x06 \x01(\x04\x12\r\n\x05\x65vent\x18\x07 \x01(\x0c\x12\x16\n\x0e\x65vent_required\x18\x08 \x01(\x08\"s\n\x0bWeightPiece\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x03(\x03\x12\x0c\n\x04size\x18\x03 \x03(\x03\x12\r\n\x05local\x18\x04 \x01(\t\x12\x0e\n\x06offset\x18\x05 \x03(\x03\x12\x0c\n\x04sums\x18\x06 \x03(\x10\x12\n\n\x02\x61t\x18\x07 \x01(\x04\"\x98\x01\n\nWeightRank\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12&\n\x06pieces\x18\x03 \x03(\x0b\x32\x16.sextet.v1.WeightPiece\x12\'\n\x06memory\x18\x04 \x01(\x0b\x32\x17.sextet.v1.DeviceMemory\x12\x0c\n\x04sees\x18\x05 \x03(\t\x12\r\n\x05keeps\x18\x06 \x03(\t\"\x8c\x02\n\x0bJoinRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12.\n\tgathering\x18\x03 \x01(\x0b\x32\x1b.sextet.v1.WeightsGathering\x12\x0e\n\x06member\x18\x04 \x01(\t\x12\x10\n\x08\x63hannels\x18\x05 \x03(\t\x12$\n\x05ranks\x18\x06 \x03(\x0b\x32\x15.sextet.v1.WeightRank\x12\r\n\x05holds\x18\x07 \x01(\t\x12,\n\x03has\x18\x08 \x03(\x0b\x32\x1f.sextet.v1.JoinRequest.HasEntry\x1a*\n\x08HasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xec\x01\n\x0cJoinResponse\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\r\n\x05store\x18\x03 \x01(\t\x12$\n\x05ranks\x18\x04 \x03(\x0b\x32\x15.sextet.v1.WeightRank\x12\x0f\n\x07senders\x18\x05 \x01(\x05\x12\x12\n\nfirst_rank\x18\x06 \x01(\x05\x12,\n\x08manifest\x18\x07 \x01(\x0b\x32\x1a.sextet.v1.WeightsManifest\x12\x14\n\x0c\x62ucket_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07seconds\x18\t \x01(\x01\x12\r\n\x05names\x18\n \x03(\t\"r\n\x0cMakerCommand\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12%\n\x04send\x18\x03 \x01(\x0b\x32\x17.sextet.v1.JoinResponse\x12\x0e\n\x06tensor\x18\x04 \x01(\t\x12\r\n\x05ranks\x18\x05 \x03(\x05\"\x87\x01\n\x0c\x46\x65tchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12-\n\x03has\x18\x03 \x03(\x0b\x32 .sextet.v1.FetchRequest.HasEntry\x1a*\n\x08HasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"Z\n\x0fWeightsManifest\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12&\n\x07tensors\x18\x02 \x03(\x0b\x32\x15.sextet.v1.TensorInfo\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"m\n\rFetchResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1a.sextet.v1.WeightsManifestH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x42\t\n\x07\x63ontent2\x87\x01\n\x0eWeightsService\x12<\n\x05\x46\x65tch\x12\x17.sextet.v1.FetchRequest\x1a\x18.sextet.v1.FetchResponse0\x01\x12\x37\n\x04Join\x12\x16.sextet.v1.JoinRequest\x1a\x17.sextet.v1.JoinResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17sextet/v1/weights.proto\x12\tsextet.v1\"i\n\nTensorInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\x12\x10\n\x08\x61lias_of\x18\x06 \x01(\t\"}\n\nWeightsRef\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x11\n\tendpoints\x18\x03 \x03(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x0f\n\x07\x63hannel\x18\x06 \x01(\t\x12\x0e\n\x06offers\x18\x07 \x03(\t\"/\n\x10WeightsGathering\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07members\x18\x02 \x03(\t\"\xb5\x01\n\x0c\x44\x65viceMemory\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\x05\x12\x0e\n\x06handle\x18\x02 \x01(\x0c\x12\x15\n\rstorage_bytes\x18\x03 \x01(\x04\x12\x16\n\x0estorage_offset\x18\x04 \x01(\x04\x12\x13\n\x07\x63ounter\x18\x05 \x01(\x0c\x42\x02\x18\x01\x12\x1a\n\x0e\x63ounter_offset\x18\x06 \x01(\x04\x42\x02\x18\x01\x12\r\n\x05\x65vent\x18\x07 \x01(\x0c\x12\x16\n\x0e\x65vent_required\x18\x08 \x01(\x08\"s\n\x0bWeightPiece\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x03(\x03\x12\x0c\n\x04size\x18\x03 \x03(\x03\x12\r\n\x05local\x18\x04 \x01(\t\x12\x0e\n\x06offset\x18\x05 \x03(\x03\x12\x0c\n\x04sums\x18\x06 \x03(\x10\x12\n\n\x02\x61t\x18\x07 \x01(\x04\"\x98\x01\n\nWeightRank\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12&\n\x06pieces\x18\x03 \x03(\x0b\x32\x16.sextet.v1.WeightPiece\x12\'\n\x06memory\x18\x04 \x01(\x0b\x32\x17.sextet.v1.DeviceMemory\x12\x0c\n\x04sees\x18\x05 \x03(\t\x12\r\n\x05keeps\x18\x06 \x03(\t\"\x8c\x02\n\x0bJoinRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12.\n\tgathering\x18\x03 \x01(\x0b\x32\x1b.sextet.v1.WeightsGathering\x12\x0e\n\x06member\x18\x04 \x01(\t\x12\x10\n\x08\x63hannels\x18\x05 \x03(\t\x12$\n\x05ranks\x18\x06 \x03(\x0b\x32\x15.sextet.v1.WeightRank\x12\r\n\x05holds\x18\x07 \x01(\t\x12,\n\x03has\x18\x08 \x03(\x0b\x32\x1f.sextet.v1.JoinRequest.HasEntry\x1a*\n\x08HasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xec\x01\n\x0cJoinResponse\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\x12\r\n\x05store\x18\x03 \x01(\t\x12$\n\x05ranks\x18\x04 \x03(\x0b\x32\x15.sextet.v1.WeightRank\x12\x0f\n\x07senders\x18\x05 \x01(\x05\x12\x12\n\nfirst_rank\x18\x06 \x01(\x05\x12,\n\x08manifest\x18\x07 \x01(\x0b\x32\x1a.sextet.v1.WeightsManifest\x12\x14\n\x0c\x62ucket_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07seconds\x18\t \x01(\x01\x12\r\n\x05names\x18\n \x03(\t\"r\n\x0cMakerCommand\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12%\n\x04send\x18\x03 \x01(\x0b\x32\x17.sextet.v1.JoinResponse\x12\x0e\n\x06tensor\x18\x04 \x01(\t\x12\r\n\x05ranks\x18\x05 \x03(\x05\"\x87\x01\n\x0c\x46\x65tchRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12-\n\x03has\x18\x03 \x03(\x0b\x32 .sextet.v1.FetchRequest.HasEntry\x1a*\n\x08HasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"Z\n\x0fWeightsManifest\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12&\n\x07tensors\x18\x02 \x03(\x0b\x32\x15.sextet.v1.TensorInfo\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"m\n\rFetchResponse\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1a.sextet.v1.WeightsManifestH\x00\x12\x0f\n\x05\x63hunk\x18\x02 \x01(\x0cH\x00\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x42\t\n\x07\x63ontent2\x87\x01\n\x0eWeightsService\x12<\n\x05\x46\x65tch\x12\x17.sextet.v1.FetchRequest\x1a\x18.sextet.v1.FetchResponse0\x01\x12\x37\n\x04Join\x12\x16.sextet.v1.JoinRequest\x1a\x17.sextet.v1.JoinResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sextet.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_DEVICEMEMORY'].fields_by_name['counter']._loaded_options = None
+  _globals['_DEVICEMEMORY'].fields_by_name['counter']._serialized_options = b'\030\001'
+  _globals['_DEVICEMEMORY'].fields_by_name['counter_offset']._loaded_options = None
+  _globals['_DEVICEMEMORY'].fields_by_name['counter_offset']._serialized_options = b'\030\001'
   _globals['_JOINREQUEST_HASENTRY']._loaded_options = None
   _globals['_JOINREQUEST_HASENTRY']._serialized_options = b'8\001'
   _globals['_FETCHREQUEST_HASENTRY']._loaded_options = None
@@ -42,27 +46,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WEIGHTSGATHERING']._serialized_start=272
   _globals['_WEIGHTSGATHERING']._serialized_end=319
   _globals['_DEVICEMEMORY']._serialized_start=322
-  _globals['_DEVICEMEMORY']._serialized_end=495
-  _globals['_WEIGHTPIECE']._serialized_start=497
-  _globals['_WEIGHTPIECE']._serialized_end=612
-  _globals['_WEIGHTRANK']._serialized_start=615
-  _globals['_WEIGHTRANK']._serialized_end=767
-  _globals['_JOINREQUEST']._serialized_start=770
-  _globals['_JOINREQUEST']._serialized_end=1038
-  _globals['_JOINREQUEST_HASENTRY']._serialized_start=996
-  _globals['_JOINREQUEST_HASENTRY']._serialized_end=1038
-  _globals['_JOINRESPONSE']._serialized_start=1041
-  _globals['_JOINRESPONSE']._serialized_end=1277
-  _globals['_MAKERCOMMAND']._serialized_start=1279
-  _globals['_MAKERCOMMAND']._serialized_end=1393
-  _globals['_FETCHREQUEST']._serialized_start=1396
-  _globals['_FETCHREQUEST']._serialized_end=1531
-  _globals['_FETCHREQUEST_HASENTRY']._serialized_start=996
-  _globals['_FETCHREQUEST_HASENTRY']._serialized_end=1038
-  _globals['_WEIGHTSMANIFEST']._serialized_start=1533
-  _globals['_WEIGHTSMANIFEST']._serialized_end=1623
-  _globals['_FETCHRESPONSE']._serialized_start=1625
-  _globals['_FETCHRESPONSE']._serialized_end=1734
-  _globals['_WEIGHTSSERVICE']._serialized_start=1737
-  _globals['_WEIGHTSSERVICE']._serialized_end=1872
+  _globals['_DEVICEMEMORY']._serialized_end=503
+  _globals['_WEIGHTPIECE']._serialized_start=505
+  _globals['_WEIGHTPIECE']._serialized_end=620
+  _globals['_WEIGHTRANK']._serialized_start=623
+  _globals['_WEIGHTRANK']._serialized_end=775
+  _globals['_JOINREQUEST']._serialized_start=778
+  _globals['_JOINREQUEST']._serialized_end=1046
+  _globals['_JOINREQUEST_HASENTRY']._serialized_start=1004
+  _globals['_JOINREQUEST_HASENTRY']._serialized_end=1046
+  _globals['_JOINRESPONSE']._serialized_start=1049
+  _globals['_JOINRESPONSE']._serialized_end=1285
+  _globals['_MAKERCOMMAND']._serialized_start=1287
+  _globals['_MAKERCOMMAND']._serialized_end=1401
+  _globals['_FETCHREQUEST']._serialized_start=1404
+  _globals['_FETCHREQUEST']._serialized_end=1539
+  _globals['_FETCHREQUEST_HASENTRY']._serialized_start=1004
+  _globals['_FETCHREQUEST_HASENTRY']._serialized_end=1046
+  _globals['_WEIGHTSMANIFEST']._serialized_start=1541
+  _globals['_WEIGHTSMANIFEST']._serialized_end=1631
+  _globals['_FETCHRESPONSE']._serialized_start=1633
+  _globals['_FETCHRESPONSE']._serialized_end=1742
+  _globals['_WEIGHTSSERVICE']._serialized_start=1745
+  _globals['_WEIGHTSSERVICE']._serialized_end=1880
 # @@protoc_insertion_point(module_scope)
