@@ -61,7 +61,7 @@ class RolloutConfig(Section):
     max_tokens: Positive = 128
     min_tokens: Annotated[int, Field(ge=0)] = 0
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64)] = ()
     budget: Annotated[int, Field(ge=0)] = 0
     """Response tokens by which samples grow before the step looks whether it has a batch; what is unfinished then goes
     on in a later step (needs algorithm.staleness). 0: every sample ends in its step."""

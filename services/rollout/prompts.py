@@ -8,6 +8,7 @@ from transformers import AutoConfig, GenerationConfig
 from shared.config import RunConfig
 from shared.data.datasets import DataError, Dataset
 from shared.data.prompts import Prompts, open_prompts
+from shared.training.errors import ModelError
 from shared.training.models import load_tokenizer
 
 
@@ -58,6 +59,11 @@ def load_prompts(config: RunConfig) -> RunPrompts:
     # The model and its tokenizer are looked at first: a wrong model.path should not read as a problem of the data.
     tokenizer = load_tokenizer(config.model)
     settings = AutoConfig.from_pretrained(config.model.path, trust_remote_code=False).get_text_config()
+    vocabulary = getattr(settings, "vocab_size", len(tokenizer))
+    if beyond := [each for each in config.rollout.stop_token_ids if each >= vocabulary]:
+        raise ModelError(
+            f"rollout.stop_token_ids: {beyond[0]} is no token of this model, whose vocabulary has {vocabulary}"
+        )
     room = getattr(settings, "max_position_embeddings", None)
     most = data.max_prompt_tokens if room is None else min(data.max_prompt_tokens, room - 1)
 

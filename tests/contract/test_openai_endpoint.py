@@ -235,6 +235,10 @@ async def test_nobody_gets_in_without_the_token(served):
             await stranger.models.list()
     with pytest.raises(openai.BadRequestError, match="token id 99: the vocabulary has 64"):
         await served.client.completions.create(model="policy", prompt=[99])
+    for stops, text in (([99], "token id 99: the vocabulary has 64"), (list(range(200)), "token id 199")):
+        extra = {"stop_token_ids": stops, "min_tokens": 1}
+        with pytest.raises(openai.BadRequestError, match=text):
+            await served.client.completions.create(model="policy", prompt=PROMPT, extra_body=extra)
     with pytest.raises(openai.NotFoundError):
         await served.client.embeddings.create(model="policy", input="x")
 

@@ -102,7 +102,7 @@ async def test_several_stop_tokens_and_min_tokens(engine):
     stops = tuple(range(4, 64, 4))
     params = dataclasses.replace(PARAMS, stop_token_ids=stops, min_tokens=3, max_tokens=20)
     done = await collect(engine.generate(requests(16, params)))
-    assert any(sample.finish == "stop" for sample in done.values())
+    assert min(len(sample.response_ids) for sample in done.values()) == 4, "the token after min_tokens may be a stop"
     for sample in done.values():
         assert not set(sample.response_ids[:3]) & set(stops)
         if sample.finish == "stop":

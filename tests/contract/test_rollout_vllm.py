@@ -121,6 +121,12 @@ async def test_engine_arguments_are_checked_by_name(model, argument, told):
         engine_args(rollout_config(model, f"rollout.engine_args={{{argument}}}"), 64)
 
 
+def test_a_temperature_that_vllm_would_raise_is_refused(model):
+    with pytest.raises(EngineError, match=r"rollout.temperature=0.005: vLLM samples at 0.01 at least"):
+        engine_args(rollout_config(model, "rollout.temperature=0.005"), 64)
+    assert engine_args(rollout_config(model, "rollout.temperature=0.01"), 64)
+
+
 def test_a_step_takes_as_many_rows_and_tokens_as_llm_generates(model, monkeypatch) -> None:
     def configured(_: type, arguments: EngineArgs, usage_context: UsageContext = UsageContext.ENGINE_CONTEXT) -> Any:
         return arguments.create_engine_config(usage_context).scheduler_config

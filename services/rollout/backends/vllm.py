@@ -118,7 +118,8 @@ class VllmBackend:
 
         # The workers have tensors of their own, and let go of a version they hold as soon as another is on its way.
         self._discard()
-        return VllmReceiver(call, self._shape, await call("sextet_place"), part.host, kept is not None)
+        places, engines = await call("sextet_place"), engine.vllm_config.parallel_config.data_parallel_size
+        return VllmReceiver(call, self._shape, places, part.host, kept is not None, engines)
 
     async def prepare_weights(self, version: int, tensors: Mapping[str, Tensor] | None) -> None:
         self._configured()

@@ -28,6 +28,7 @@ class VllmReceiver:
         places: what sextet_place answers.
         host: address of this machine that the sender reaches.
         keep: whether workers keep what they take, so that what stays the same need not travel again.
+        engines: data-parallel ones. Only the first of several answers a call, so that their weights come by gRPC.
     """
 
     tensors: Mapping[str, Tensor] | None = None
@@ -39,12 +40,14 @@ class VllmReceiver:
         places: list[dict[str, Any]],
         host: str,
         keep: bool,
+        engines: int = 1,
     ) -> None:
+        self._engines = engines
         self._call, self._shape, self._places, self._host, self._keep = call, shape, places, host, keep
 
     @property
     def channels(self) -> list[str]:
-        return usable_channels(torch.device(self._places[0]["type"]))
+        return usable_channels(torch.device(self._places[0]["type"])) if self._engines == 1 else []
 
     @property
     def holds(self) -> str:

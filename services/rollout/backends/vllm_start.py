@@ -30,6 +30,9 @@ _OURS = {
 }
 """Engine arguments that are not given as such, and what to set instead."""
 
+_LEAST_TEMPERATURE = 0.01
+"""What is below, vLLM raises to it without an error."""
+
 ENVIRONMENT = {
     # gRPC's threads do not survive a fork.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -72,6 +75,11 @@ def engine_args(config: RunConfig, length: int) -> dict[str, Any]:
             near = difflib.get_close_matches(name, known - _OURS.keys(), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise EngineError(f"rollout.engine_args.{name}={value!r}: vLLM has no such engine argument{hint}")
+    if config.rollout.temperature < _LEAST_TEMPERATURE:
+        raise EngineError(
+            f"rollout.temperature={config.rollout.temperature:g}: vLLM samples at {_LEAST_TEMPERATURE} at least, "
+            "so that log-probs would not be the actor's; set rollout.top_k=1 to sample what is most likely"
+        )
     device = config.model.device
     if device != "auto" and (device == "cpu") != current_platform.is_cpu():
         raise EngineError(

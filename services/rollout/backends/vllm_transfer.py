@@ -181,6 +181,9 @@ class Arriving:
             digests = {info.name: info.digest for info in manifest.tensors}
             self.now = Kept(digests, {name: tensor.cpu() for name, tensor in tensors.items()})
         self.tensors = merge_adapters(tensors)
+        if self._begin.device.type == "cuda":
+            # Sums of adapters are made on this thread's stream; the worker's may be another one.
+            torch.cuda.current_stream(self._begin.device).synchronize()
 
 
 WeightTransferEngineFactory.register_engine(TRANSFER, SextetTransfer)

@@ -8,6 +8,7 @@ log_softmax(logits / temperature). Nothing else of its sampling is changed.
 # vLLM is an extra: most environments that check types do not have it.
 # pyright: reportMissingImports=false
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable
@@ -45,6 +46,9 @@ class SextetWorker:
             "v1" where seeds carry START_BITS, "v2" where noise is a function of seed and position.
         """
         sampler = self.model_runner.sampler
+        if sampler is None:
+            # Of a pipeline's stages, the second model runner gives one to the last only.
+            return "v2"
         if isinstance(sampler, Sampler):
             sampler.__class__ = TemperedSampler
             return "v1"
@@ -130,12 +134,31 @@ class _TemperedV2:
     """The second model runner's; its `processed_logits` are what log-probs are made of."""
 
     sampling_states: Any
+    logit_bias_state: Any
+
+    def add_request(self, row: int, *args: Any, **kwargs: Any) -> Any:
+        added = super().add_request(row, *args, **kwargs)  # type: ignore[misc]
+        if stops_are_late():
+            self.logit_bias_state.min_lens.np[row] -= 1
+        return added
 
     def sample(self, logits: Tensor, expanded_idx_mapping: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        temperature_N = self.sampling_states.temperature.gpu[expanded_idx_mapping]
-        scaled_NV = logits.float() / temperature_N[:, None]
-        sampled, _ = super().sample(logits, expanded_idx_mapping, *args, **kwargs)  # type: ignore[misc]
-        return sampled, scaled_NV
+        states = self.sampling_states
+        scaled_NV = logits.float() / states.temperature.gpu[expanded_idx_mapping][:, None]
+        sampled_N, processed_NV = super().sample(logits, expanded_idx_mapping, *args, **kwargs)  # type: ignore[misc]
+        if (states.top_k.np == 1).any():
+            # Greedy (see VllmRow.params): of equal logits the first, not one by the seed.
+            greedy_N = states.top_k.gpu[expanded_idx_mapping] == 1
+            sampled_N = torch.where(greedy_N, processed_NV.argmax(-1).to(sampled_N.dtype), sampled_N)
+        return sampled_N, scaled_NV
+
+
+@functools.cache
+def stops_are_late() -> bool:
+    """Whether the second model runner forbids stop tokens for one token more than min_tokens, as vLLM 0.23's does."""
+    from vllm.v1.worker.gpu.sample import logit_bias
+
+    return "pos < min_len" in inspect.getsource(logit_bias)
 
 
 class _Positioned(torch.Generator):

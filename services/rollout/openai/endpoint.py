@@ -23,6 +23,8 @@ from shared.rpc.errors import SextetError
 from shared.seeds import derive_seed
 
 MAX_PROMPTS = 256
+MAX_STOP_IDS = 128
+"""Of a row, as many as vLLM's second model runner has room for: with more its engine dies."""
 
 
 @dataclass
@@ -204,6 +206,13 @@ def _params(
             raise ApiError(text, param="prompt", code="context_length_exceeded")
         if max(ids) >= vocabulary:
             raise ApiError(f"token id {max(ids)}: the vocabulary has {vocabulary}", param="prompt")
+    stops = {*serving.end_ids, *asked.stop_token_ids, *body.stop_token_ids}
+    if body.stop_token_ids and max(body.stop_token_ids) >= vocabulary:
+        text = f"token id {max(body.stop_token_ids)}: the vocabulary has {vocabulary}"
+        raise ApiError(text, param="stop_token_ids")
+    if len(stops) > MAX_STOP_IDS:
+        text = f"{len(stops)} stop tokens, those of the model and of the run among them: {MAX_STOP_IDS} at most"
+        raise ApiError(text, param="stop_token_ids")
     greedy = body.temperature == 0
     return SamplingParams(
         temperature=asked.temperature if greedy or body.temperature is None else body.temperature,
@@ -212,7 +221,7 @@ def _params(
         max_tokens=max_tokens or asked.max_tokens,
         min_tokens=body.min_tokens,
         stop=asked.stop if body.stops is None else body.stops,
-        stop_token_ids=tuple(sorted({*serving.end_ids, *asked.stop_token_ids, *body.stop_token_ids})),
+        stop_token_ids=tuple(sorted(stops)),
         greedy=greedy,
         likely=body.likely,
     )

@@ -150,7 +150,9 @@ async def test_a_version_that_was_prepared_is_gone_once_another_is_on_its_way(
         return await asyncio.to_thread(lambda: [getattr(worker, method)(*args) for worker in workers])
 
     engine, actor, connections = VllmBackend(), Actor(model, "gloo"), Connections(TOKEN)
-    engine._engine, engine._shape = SimpleNamespace(collective_rpc=collective_rpc), wanted_names(str(model))
+    one = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
+    engine._engine = SimpleNamespace(collective_rpc=collective_rpc, vllm_config=one)
+    engine._shape = wanted_names(str(model))
     weights = Weights(GrpcFetcher(connections), GrpcPublisher(), 30, Wire(connections, "m", 30))
     weights.start("r")
 
@@ -220,3 +222,10 @@ def test_only_known_layers_are_used_as_loaded():
     on_a_cpu = Worker(0).weight_transfer_engine
     on_a_cpu.model = known
     assert not on_a_cpu.in_place
+
+
+def test_of_several_data_parallel_engines_none_is_on_a_wire(model):
+    place = {"type": "cpu", "host": "h", "device": "cpu", "sees": [], "holds": "", "has": {}}
+    for engines, channels in ((1, ["gloo"]), (2, [])):
+        receiver = VllmReceiver(None, wanted_names(str(model)), [place], "127.0.0.1", False, engines)
+        assert receiver.channels == channels
