@@ -2,11 +2,38 @@
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_of_rank: int | None = None
+
+
+def take_gpu(index: int) -> None:
+    """Makes a GPU this rank's own, for all that is computed here (`on_own_gpu`)."""
+    global _of_rank
+    _of_rank = index
+    torch.cuda.set_device(index)
+
+
+def on_own_gpu(function: Callable[P, T]) -> Callable[P, T]:
+    """The function with this rank's GPU as the present one: a thread begins on the first, whatever others do."""
+
+    @functools.wraps(function)
+    def there(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _of_rank is not None:
+            torch.cuda.set_device(_of_rank)
+        return function(*args, **kwargs)
+
+    return there
 
 
 def prepare(threads: int) -> None:
@@ -60,5 +87,18 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    free_pinned()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
+
+
+def free_pinned() -> None:
+    """Returns page-locked main memory that nobody holds: torch keeps it, in powers of two."""
+    if torch.cuda.is_available() and (empty := getattr(torch._C, "_host_emptyCache", None)):
+        empty()
+
+
+def wait_for_copies(tensors: Iterable[Tensor]) -> None:
+    """Waits for what is on its way from or to the GPUs that these tensors are on."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)

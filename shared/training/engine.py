@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
@@ -237,14 +238,25 @@ def all_or_nothing(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        with torch.no_grad():
-            for p, before in zip(model.parameters(), parameters, strict=True):
-                local(p).copy_(before)
-        optimizer.load_state(state, steps)
+        _let_go(error)
+        try:
+            with torch.no_grad():
+                for p, before in zip(model.parameters(), parameters, strict=True):
+                    local(p).copy_(before)
+            optimizer.load_state(state, steps)
+        except Exception as another:
+            raise HalfStepError(f"a step failed ({error}) and could not be undone: {another}") from another
         # What was half done is undone: what is left to say is why.
         if isinstance(error, HalfStepError) and error.__cause__ is not None:
             raise error.__cause__ from None
         raise
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drops what the frames of an error held, as what was computed last would take the room of what comes next."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _over_steps(history: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from .device import free_pinned
+
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -59,6 +61,7 @@ class Image:
             return
         # The old one goes first: both together may be too much.
         self._memory = torch.empty(0, dtype=torch.uint8)
+        free_pinned()
         try:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         except RuntimeError as error:

@@ -34,6 +34,7 @@ from shared.rpc.server import EXIT_SETTINGS
 from shared.rpc.settings import SettingsError
 from shared.telemetry import logs
 
+from .device import take_gpu
 from .group import ALONE, IDLE, Group
 from .role import ModelSettings
 from .spmd import EXIT_GROUP, Spmd, Watch
@@ -132,7 +133,7 @@ def _join(group: Group, store: Any) -> None:
     """Makes the process groups: one for tensors, one for commands."""
     backend = "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        take_gpu(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.PrefixStore("groups", store), rank=group.rank, world_size=group.size)  # pyright: ignore[reportPrivateImportUsage]
     group.control = dist.new_group(backend="gloo", timeout=IDLE)  # pyright: ignore[reportAttributeAccessIssue]

@@ -98,26 +98,35 @@ class Optimizer:
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], steps: int) -> None:
-        """Takes over moments as `state` gives them (copied).
+        """Takes over moments as `state` gives them (copied; into those that are there, where they fit).
 
         Raises:
             DamagedError: they are of another model, or missing.
         """
         self.check_names(tensors, steps)
+        for key, tensor in tensors.items():
+            moment, _, name = key.partition("/")
+            if moment != "step" and tensor.shape != local(self._parameters[name]).shape:
+                raise DamagedError(f"optimizer state {key!r} {list(tensor.shape)} does not belong to this model")
         found: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             moment, _, name = key.partition("/")
-            parameter = self._parameters[name]
-            if moment != "step" and tensor.shape != local(parameter).shape:
-                raise DamagedError(f"optimizer state {key!r} {list(tensor.shape)} does not belong to this model")
-            # AdamW keeps its step counts on the CPU, unless it is fused.
-            device = torch.device("cpu") if moment == "step" and not self._fused else parameter.device
-            copied = tensor.detach().to(device, copy=True)
-            found.setdefault(name, {})[moment] = copied if moment == "step" else as_part_of(parameter, copied)
+            found.setdefault(name, {})[moment] = self._taken_over(self._parameters[name], moment, tensor.detach())
         self._adamw.state.clear()
         for name, moments in found.items():
             self._adamw.state[self._parameters[name]] = moments
         self.steps = steps
+
+    def _taken_over(self, parameter: nn.Parameter, moment: str, tensor: Tensor) -> Tensor:
+        """A moment's tensor with this content: no second one is made, for which there may be no room."""
+        held = self._adamw.state.get(parameter, {}).get(moment)
+        if held is not None and local(held).shape == tensor.shape and held.dtype == tensor.dtype:
+            local(held).copy_(tensor)
+            return held
+        # AdamW keeps its step counts on the CPU, unless it is fused.
+        device = torch.device("cpu") if moment == "step" and not self._fused else parameter.device
+        copied = tensor.to(device, copy=True)
+        return copied if moment == "step" else as_part_of(parameter, copied)
 
     def check_names(self, keys: Collection[str], steps: int) -> None:
         """Raises DamagedError when moments that are called so are of another model, or missing."""

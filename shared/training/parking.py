@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .device import free_memory
+from .device import free_memory, wait_for_copies
 from .optimizer import Optimizer
 
 
@@ -21,24 +21,27 @@ class Parking:
     def park(self) -> None:
         """Frees the GPU's memory; gradients must have been cleared."""
         moving = [tensor for tensor in self._tensors() if tensor.is_cuda]
+        self._away = [(tensor, home) for tensor, home in self._away if not tensor.is_cuda]
         for tensor in moving:
             place = self._places.get(id(tensor))
             if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
                 place = self._places[id(tensor)] = torch.empty_like(tensor, device="cpu", pin_memory=True)
             place.copy_(tensor.detach(), non_blocking=True)
-        if moving:
-            torch.cuda.synchronize()
+        wait_for_copies(moving)
         for tensor in moving:
             self._away.append((tensor, tensor.device))
             tensor.data = self._places[id(tensor)]
         free_memory()
 
     def fetch(self) -> None:
-        """Brings back what was parked."""
-        for tensor, home in self._away:
-            tensor.data = tensor.data.to(home, non_blocking=True)
-        if self._away:
-            torch.cuda.synchronize()
+        """Brings back what was parked; all of it, or, where there is no room, none."""
+        try:
+            for tensor, home in self._away:
+                tensor.data = tensor.data.to(home, non_blocking=True)
+            wait_for_copies(tensor for tensor, _ in self._away)
+        except BaseException:
+            self.park()
+            raise
         self._away.clear()
 
     def _tensors(self) -> list[Tensor]:

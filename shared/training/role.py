@@ -27,7 +27,7 @@ from shared.rpc.history import Applied
 from shared.rpc.run import RoleContext
 from shared.rpc.settings import ServiceSettings
 
-from .device import free_memory
+from .device import free_memory, on_own_gpu
 from .errors import CheckpointError, DamagedError, HalfStepError, ModelError, NonFiniteError
 from .group import ALONE, Group
 from .microbatch import TOKENS
@@ -182,7 +182,7 @@ async def compute(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
         PartlyApplied: state was left half changed; only a checkpoint helps.
     """
     try:
-        return await asyncio.to_thread(recorded(function), *args, **kwargs)
+        return await asyncio.to_thread(recorded(on_own_gpu(function)), *args, **kwargs)
     except SextetError:
         raise
     except NonFiniteError as error:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import xxhash
 from torch import nn
 
@@ -21,6 +20,7 @@ from shared.places import Local, Place, place
 from shared.rpc.role import SavedCheckpoint
 
 from .checkpoint import FORMAT, MANIFEST, STATE, tensors_of, torch_random_state
+from .device import wait_for_copies
 from .errors import CheckpointError
 from .files import replacing
 from .group import Group
@@ -82,8 +82,7 @@ class StateCopy:
         self._images[MODEL].fill({name: local(tensor) for name, tensor in tensors.items()})
         self._images[OPTIMIZER].fill(moments)
         self._images[RNG].fill(torch_random_state())
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        wait_for_copies([*map(local, tensors.values()), *moments.values()])
         self.version = optimizer.steps
         hit("checkpoint.staged")
         return self

@@ -138,7 +138,13 @@ class MakerRanks:
         if tensor is None:
             dist.send(torch.tensor([_MISSING]), 0, group=self._beside.control)
             return
-        part = tensor.cpu()
+        try:
+            part = tensor.cpu()
+        except RuntimeError as error:
+            # Rank 0 waits for an answer.
+            log.warning("weights cannot be handed over", rank=self._group.rank, error=str(error))
+            dist.send(torch.tensor([_MISSING]), 0, group=self._beside.control)
+            return
         dist.send(torch.tensor([part.nbytes]), 0, group=self._beside.control)
         dist.send(part.reshape(-1).view(torch.uint8), 0, group=self._beside.control)
 

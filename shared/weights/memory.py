@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +17,10 @@ from shared.weights.schedule import CPU
 
 @functools.cache
 def this_host() -> str:
-    """A name of this machine (of this container, where those share no GPU memory) that no other one has."""
+    """A name of this machine, and of the container where it is one that shares no GPU memory with others."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return ".".join([boot, *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("ipc", "pid"))])
     except OSError:
         return f"{uuid.getnode():x}"
 
@@ -46,7 +48,7 @@ def share_memory(memory: Tensor) -> weights_pb2.DeviceMemory:
 
     Whoever reads it later reads something else, and learns that from the digests.
     """
-    device, handle, size, offset, counter, counter_offset, event, required = memory.untyped_storage()._share_cuda_()
+    device, handle, size, offset, counter, counter_offset, event, _ = memory.untyped_storage()._share_cuda_()
     # Otherwise torch keeps the memory until it was mapped and let go, which a process that died never does. Nobody else
     # may count: whoever lets go after this takes one from zero, which torch reads as a number of users without end.
     torch.UntypedStorage._release_ipc_counter(counter, counter_offset, device=device)
@@ -56,7 +58,8 @@ def share_memory(memory: Tensor) -> weights_pb2.DeviceMemory:
         storage_bytes=size,
         storage_offset=offset,
         event=event,
-        event_required=required,
+        # What is shared has been summed up, so it is there; a reader would never let go of the event.
+        event_required=False,
     )
 
 

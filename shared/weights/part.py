@@ -65,7 +65,7 @@ class WirePart:
             WireError: it ended before that.
         """
         agreement = self._agreement(answer)
-        self._transfer(answer, agreement, rank, tensors, store)
+        self._transfer(answer, agreement, rank, lambda: tensors, store)
 
     def receive(
         self, answer: weights_pb2.JoinResponse, rank: int, device: torch.device
@@ -78,10 +78,12 @@ class WirePart:
         agreement = self._agreement(answer)
         # Who keeps tensors of earlier versions gets memory for each: one that stays would hold on to its neighbours'.
         apart = bool(answer.ranks[rank].keeps)
-        local = _buffers(agreement, rank, device, apart)
-        self._transfer(answer, agreement, rank, local, None)
-        with self._timed("sums"), self._beside(device):
-            return local, _summed(agreement, rank, local)
+        local = self._transfer(answer, agreement, rank, lambda: _buffers(agreement, rank, device, apart), None)
+        try:
+            with self._timed("sums"), self._beside(device):
+                return dict(local), _summed(agreement, rank, local)
+        except torch.OutOfMemoryError as error:
+            raise WireError(f"sums of what arrived: {error}") from error
 
     def close(self) -> None:
         """Drops the group."""
@@ -94,19 +96,22 @@ class WirePart:
         answer: weights_pb2.JoinResponse,
         agreement: Agreement,
         rank: int,
-        local: Mapping[str, Tensor],
+        buffers: Callable[[], Mapping[str, Tensor]],
         store: TCPStore | None,
-    ) -> None:
+    ) -> Mapping[str, Tensor]:
+        """The buffers, made here so that the others hear of it if there is no room, when the transfer has ended."""
         deadline = time.monotonic() + answer.seconds
         lock = self._turn(answer.seconds, deadline)
         try:
+            local = buffers()
             device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
-            # A thread begins on GPU 0, wherever the tensors are.
-            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            # The group, too: NCCL's first use makes the present stream wait for the others.
+            with self._beside(device):
                 group = self._joined(answer, agreement, rank, store, lock)
-                with self._timed("transfer"), self._beside(device):
+                with self._timed("transfer"):
                     _map(agreement, answer, rank, local)
                     run(agreement.schedule, group, local, deadline)
+            return local
         except Exception as error:
             why = str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}"
             group = None
@@ -130,7 +135,10 @@ class WirePart:
 
     @contextlib.contextmanager
     def _beside(self, device: torch.device) -> Iterator[None]:
-        """On a GPU, a stream beside the one that computes: always the same, as it has memory of its own."""
+        """On this GPU (a thread begins on the first), a stream beside the one that computes.
+
+        Always the same, as it has memory of its own.
+        """
         if device.type != "cuda":
             yield
             return
@@ -199,7 +207,8 @@ async def in_thread(work: Callable[[], T], seconds: float) -> T:
     except TimeoutError:
         raise WireError(f"the transfer hangs: it has not ended within {seconds:g} s") from None
     if failure:
-        raise failure[0]
+        # A frame that holds an error that holds the frame keeps the tensors of all frames in between.
+        raise failure.pop()
     return outcome[0]
 
 

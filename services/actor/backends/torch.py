@@ -130,10 +130,11 @@ class TorchActor:
             tensors, dtype = shards_of(engine.model), engine.model.dtype
             exact = frozenset(filter(is_adapter, tensors))
             steps = engine.optimizer.steps
-            ref = self._publisher.publish(steps, tensors, run=run, options=options, dtype=dtype, exact=exact)
-            if training.config.actor.park:
-                training.parking.park()
-            return ref
+            try:
+                return self._publisher.publish(steps, tensors, run=run, options=options, dtype=dtype, exact=exact)
+            finally:
+                if training.config.actor.park:
+                    training.parking.park()
 
         return await compute(publish)
 

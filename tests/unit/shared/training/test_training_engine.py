@@ -1,8 +1,10 @@
 """An update's gradients do not depend on how the batch is split; a refused update changes nothing."""
 
 import itertools
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +14,8 @@ from torch import Tensor
 from shared.algo import Totals, aggregate
 from shared.batch.block import Block, Ragged, RowKey
 from shared.config import ModelConfig, OptimizerConfig, TrainingConfig
-from shared.training.engine import Engine, map_rows
-from shared.training.errors import NonFiniteError
+from shared.training.engine import Engine, all_or_nothing, map_rows
+from shared.training.errors import HalfStepError, NonFiniteError
 from shared.training.microbatch import micro_batches, mini_batches, row_totals
 from shared.training.models import Policy, load_policy
 from shared.training.sequences import collate
@@ -126,6 +128,42 @@ def test_a_refused_update_changes_nothing(tiny_llama: Path, mini_batch_size: int
     assert all(torch.equal(t, one.optimizer.state()[name]) for name, t in state.items())
     assert one.optimizer.steps == steps
     assert all(p.grad is None for p in one.model.parameters())
+
+
+def test_what_is_undone_needs_no_memory_for_second_moments(tiny_llama: Path) -> None:
+    """Neither for them nor for what the step that failed had computed."""
+    one, held = engine(tiny_llama, lr=1e-2), []
+    one.update(make_block(), likelihood(one.model, "token-mean"), step=1)
+    moments = {name: t.data_ptr() for name, t in one.optimizer.state().items()}
+    load = one.optimizer.load_state
+
+    def body() -> None:
+        for tensor in one.optimizer.state().values():
+            tensor.add_(1)
+        activations = torch.ones(3)
+        held.append(weakref.ref(activations))
+        try:
+            raise torch.OutOfMemoryError("none left")
+        except torch.OutOfMemoryError as error:
+            raise MemoryError("too many rows") from error
+
+    def after(*state: Any) -> None:
+        assert held[0]() is None
+        load(*state)
+
+    one.optimizer.load_state = after
+    with pytest.raises(MemoryError), all_or_nothing(one.model, one.optimizer):
+        body()
+    assert {name: t.data_ptr() for name, t in one.optimizer.state().items()} == moments
+    assert all(float(t) == 1 for name, t in one.optimizer.state().items() if name.startswith("step/"))
+
+
+def test_what_cannot_be_undone_is_not_said_to_be(tiny_llama: Path, monkeypatch) -> None:
+    one = engine(tiny_llama, lr=1e-2)
+    monkeypatch.setattr(one.optimizer, "load_state", lambda *_: 1 / 0)
+    said = r"too many rows.*could not be undone: division"
+    with pytest.raises(HalfStepError, match=said), all_or_nothing(one.model, one.optimizer):
+        raise MemoryError("too many rows")
 
 
 def test_mini_batches_hold_every_row_once_and_depend_on_seeds_only() -> None:

@@ -1,8 +1,10 @@
 """Transfers over gloo: every rank is a thread with a group of its own; layouts, buckets, failures, fresh groups."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -439,6 +441,35 @@ async def test_all_members_get_a_version_verified_and_the_group_stays(maker, con
         if version == 1:
             first = groups
     assert groups == first
+
+
+async def test_a_receiver_without_memory_says_so_to_all_and_keeps_none(maker, connections, monkeypatch):
+    receivers = members(2)
+    assert await take(connections, maker.publish(1, model(1)), receivers) == [None] * 2
+    held, began = [], time.monotonic()
+
+    def none_left(*args: Any) -> Any:
+        held.append(weakref.ref(torch.ones(3)))
+        tensor = torch.ones(3)
+        held.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError("none left")
+
+    gc.collect()
+    gc.disable()
+    monkeypatch.setattr("shared.weights.part._buffers", none_left)
+    try:
+        for outcome in await take(connections, maker.publish(2, model(2)), receivers):
+            assert isinstance(outcome, FailedPrecondition)
+            assert "OutOfMemoryError: none left" in str(outcome)
+        del outcome
+        assert time.monotonic() - began < 10
+        # The loop's present callback holds on to what it was called with.
+        await asyncio.sleep(0.05)
+        assert not [each for each in held if each() is not None]
+    finally:
+        gc.enable()
+    monkeypatch.undo()
+    assert await take(connections, maker.publish(3, model(3)), receivers) == [None] * 2
 
 
 async def test_after_a_restart_on_either_side_there_is_a_fresh_group(maker, connections):
