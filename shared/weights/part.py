@@ -45,6 +45,7 @@ class WirePart:
         self._agreed: tuple[str, Agreement | None] = ("", None)
         self.seconds: dict[str, float] = {}
         self._stream: torch.cuda.Stream | None = None
+        self._left: list[tuple[torch.cuda.Event, Mapping[str, Tensor]]] = []
         self._lock, self._until = threading.Lock(), math.inf
 
     @property
@@ -102,6 +103,8 @@ class WirePart:
         """The buffers, made here so that the others hear of it if there is no room, when the transfer has ended."""
         deadline = time.monotonic() + answer.seconds
         lock = self._turn(answer.seconds, deadline)
+        self._left = [(ended, tensors) for ended, tensors in self._left if not ended.query()]
+        local: Mapping[str, Tensor] = {}
         try:
             local = buffers()
             device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
@@ -116,11 +119,19 @@ class WirePart:
             why = str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}"
             group = None
             if lock is self._lock:
-                # What is left on the stream may never end.
-                group, self._group, self._stream = self._group, None, None
+                group, self._group = self._group, None
+                self._leave(local)
             raise WireError(group.give_up(why) if group is not None else why) from error
         finally:
             lock.release()
+
+    def _leave(self, local: Mapping[str, Tensor]) -> None:
+        """Gives up the stream, what is left on which may never end; what it writes is held until it has."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            ended = torch.cuda.Event()
+            ended.record(stream)
+            self._left.append((ended, local))
 
     def _turn(self, seconds: float, deadline: float) -> threading.Lock:
         """Waits for the transfer before this one; what to release at the end. Raises WireError."""

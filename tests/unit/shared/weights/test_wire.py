@@ -308,6 +308,36 @@ def test_a_group_is_used_again_and_a_member_that_gives_up_ends_it_for_all(monkey
     assert {part.holds for part in parts} == {""}
 
 
+def test_what_a_failed_transfer_may_still_write_is_held_until_it_has(monkeypatch):
+    """The stream and its event are a GPU's: others take their places here."""
+    ended: list[bool] = []
+
+    class Event:
+        def record(self, stream: Any) -> None:
+            assert stream == "its stream"
+
+        def query(self) -> bool:
+            return bool(ended)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr("shared.weights.part.run", lambda *_: 1 / 0)
+    state, part = model(), WirePart(HOST)
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name != "head"}
+    store, answer = agreed(state, replicated(shapes, 1), replicated(shapes, 1))
+    part._stream = "its stream"
+    outcomes = in_threads(lambda: part.send(answer, 0, state, store), lambda: WirePart(HOST).receive(answer, 1, CPU))
+    assert "ZeroDivisionError" in str(outcomes[0])
+    [(_, held)] = part._left
+    assert held is state
+    with pytest.raises(WireError):
+        part.send(answer, 0, state, store)
+    assert len(part._left) == 1, "it may still write"
+    ended.append(True)
+    with pytest.raises(WireError):
+        part.send(answer, 0, state, store)
+    assert part._left == []
+
+
 def test_a_member_that_stays_away_is_named(monkeypatch):
     monkeypatch.setattr(group, "MEET_SECONDS", 0.5)
     state = model()
