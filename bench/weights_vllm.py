@@ -124,7 +124,9 @@ async def measure(job: dict[str, Any], actor: Child, rollout: Child) -> dict[str
 
     try:
         actor.go()
-        await asyncio.gather(client.start(), asyncio.to_thread(actor.said))
+        _, ready = await asyncio.gather(client.start(), asyncio.to_thread(actor.said))
+        if ready is None:
+            raise RuntimeError("the actor does not start: what it wrote says why")
         ref = await published()
         first = await client.prepare(ref)
         await client.commit(ref)

@@ -62,6 +62,7 @@ class RolloutConfig(Section):
     min_tokens: Annotated[int, Field(ge=0)] = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64)] = ()
+    """Beside the model's own. vLLM has room for 128 of a row, those that a caller of the endpoint adds among them."""
     budget: Annotated[int, Field(ge=0)] = 0
     """Response tokens by which samples grow before the step looks whether it has a batch; what is unfinished then goes
     on in a later step (needs algorithm.staleness). 0: every sample ends in its step."""

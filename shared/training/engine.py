@@ -70,7 +70,7 @@ class Engine(Generic[Model]):
 
         Raises:
             NonFiniteError: a loss or gradient is NaN or infinite; model and optimizer are as before the call.
-            HalfStepError: the only optimizer step failed while it changed parameters.
+            HalfStepError: the only optimizer step failed while it changed parameters, or several could not be undone.
         """
         began, history = time.perf_counter(), []
         if self.device.type == "cuda":
@@ -231,7 +231,11 @@ def _of_all_ranks(mine: dict[RowKey, list[np.ndarray]], parallel: Parallel) -> d
 
 @contextlib.contextmanager
 def all_or_nothing(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """Puts model and optimizer back if the body raises. Costs a copy of both in main memory."""
+    """Puts model and optimizer back if the body raises. Costs a copy of both in main memory.
+
+    Raises:
+        HalfStepError: they could not be put back.
+    """
     parameters = [local(p.detach()).to("cpu", copy=True) for p in model.parameters()]
     state = {name: local(t.detach()).to("cpu", copy=True) for name, t in optimizer.state().items()}
     steps = optimizer.steps
@@ -254,7 +258,10 @@ def all_or_nothing(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
 
 def _let_go(error: BaseException | None) -> None:
     """Drops what the frames of an error held, as what was computed last would take the room of what comes next."""
-    while error is not None:
+    seen: set[int] = set()
+    # Errors may be each other's causes (pipeline.py says torch's in its own words).
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 

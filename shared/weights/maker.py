@@ -97,7 +97,10 @@ class MakerRanks:
         for box, rank in holders.items():
             part = parts[box] if rank else held.by_name[info.name]
             if part is None:
-                raise NotFound(f"rank {rank} of the maker does not hold tensor {info.name!r} of this version any more")
+                raise NotFound(
+                    f"rank {rank} of the maker does not hold tensor {info.name!r} of this version any more, "
+                    "or has no memory to hand it over"
+                )
             whole[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] = part
         return whole
 
@@ -135,14 +138,13 @@ class MakerRanks:
 
     def _hand_over(self, tensor: Tensor | None) -> None:
         assert self._beside is not None
-        if tensor is None:
-            dist.send(torch.tensor([_MISSING]), 0, group=self._beside.control)
-            return
         try:
-            part = tensor.cpu()
+            part = None if tensor is None else tensor.cpu()
         except RuntimeError as error:
-            # Rank 0 waits for an answer.
+            part = None
             log.warning("weights cannot be handed over", rank=self._group.rank, error=str(error))
+        if part is None:
+            # Rank 0 waits for an answer.
             dist.send(torch.tensor([_MISSING]), 0, group=self._beside.control)
             return
         dist.send(torch.tensor([part.nbytes]), 0, group=self._beside.control)

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +16,9 @@ from shared.weights.schedule import CPU
 
 @functools.cache
 def this_host() -> str:
-    """A name of this machine, and of the container where it is one that shares no GPU memory with others."""
+    """A name of this machine that no other one has; its containers have the same."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return ".".join([boot, *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("ipc", "pid"))])
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return f"{uuid.getnode():x}"
 

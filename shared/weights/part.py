@@ -103,9 +103,9 @@ class WirePart:
         """The buffers, made here so that the others hear of it if there is no room, when the transfer has ended."""
         deadline = time.monotonic() + answer.seconds
         lock = self._turn(answer.seconds, deadline)
-        self._left = [(ended, tensors) for ended, tensors in self._left if not ended.query()]
         local: Mapping[str, Tensor] = {}
         try:
+            self._left = [(ended, tensors) for ended, tensors in self._left if not ended.query()]
             local = buffers()
             device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
             # The group, too: NCCL's first use makes the present stream wait for the others.
@@ -120,8 +120,10 @@ class WirePart:
             group = None
             if lock is self._lock:
                 group, self._group = self._group, None
+            said = group.give_up(why) if group is not None else why
+            if lock is self._lock:
                 self._leave(local)
-            raise WireError(group.give_up(why) if group is not None else why) from error
+            raise WireError(said) from error
         finally:
             lock.release()
 
@@ -130,8 +132,10 @@ class WirePart:
         stream, self._stream = self._stream, None
         if stream is not None:
             ended = torch.cuda.Event()
-            ended.record(stream)
-            self._left.append((ended, local))
+            # Where a GPU has failed, nothing is written any more.
+            with contextlib.suppress(RuntimeError):
+                ended.record(stream)
+                self._left.append((ended, local))
 
     def _turn(self, seconds: float, deadline: float) -> threading.Lock:
         """Waits for the transfer before this one; what to release at the end. Raises WireError."""

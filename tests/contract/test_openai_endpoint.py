@@ -229,16 +229,19 @@ async def test_refusals_have_openais_shape(served, asked, status, param, text):
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
-async def test_nobody_gets_in_without_the_token(served):
+async def test_nobody_gets_in_without_the_token(served, monkeypatch):
     async with client_of(served.base, "wrong") as stranger:
         with pytest.raises(openai.AuthenticationError, match="the token is missing or wrong"):
             await stranger.models.list()
     with pytest.raises(openai.BadRequestError, match="token id 99: the vocabulary has 64"):
         await served.client.completions.create(model="policy", prompt=[99])
-    for stops, text in (([99], "token id 99: the vocabulary has 64"), (list(range(200)), "token id 199")):
+    monkeypatch.setattr("services.rollout.openai.endpoint.MAX_STOP_IDS", 4)
+    for stops, text in (([99], "token id 99: the vocabulary has 64"), ([4, 5, 6, 7], "5 stop tokens")):
         extra = {"stop_token_ids": stops, "min_tokens": 1}
         with pytest.raises(openai.BadRequestError, match=text):
             await served.client.completions.create(model="policy", prompt=PROMPT, extra_body=extra)
+    with pytest.raises(openai.BadRequestError, match=r"temperature=0.001: 0 for what is most likely, or 0.01"):
+        await served.client.completions.create(model="policy", prompt=PROMPT, temperature=0.001)
     with pytest.raises(openai.NotFoundError):
         await served.client.embeddings.create(model="policy", input="x")
 

@@ -80,7 +80,10 @@ class VllmBackend:
             await self.release()
             raise
         facts = {"dtype": config.model.dtype, "vllm": _version(), "runner": runner}
-        return EngineFacts("vllm", self._length, os.environ.get("VLLM_BATCH_INVARIANT") == "1", facts)
+        # Where top_k and top_p cut between tokens that are nearly alike depends on how many rows a step has.
+        cuts = config.rollout.top_p < 1 or config.rollout.top_k > 1
+        invariant = os.environ.get("VLLM_BATCH_INVARIANT") == "1" and not cuts
+        return EngineFacts("vllm", self._length, invariant, facts)
 
     def turn(self) -> contextlib.AbstractAsyncContextManager[None]:
         return self._sleep.turn()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 _LENGTH_MULTIPLE = 64
-_START_BITS = 16
+_START_BITS = 20
 _SEED_BITS = 63
 
 

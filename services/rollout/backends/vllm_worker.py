@@ -2,7 +2,8 @@
 
 vLLM's `raw_logprobs` are before the temperature and its `processed_logprobs` after min_tokens, top_k and top_p. Ours
 are in between (see Sample.logprobs), so the sampler of either model runner is made to report
-log_softmax(logits / temperature). Nothing else of its sampling is changed.
+log_softmax(logits / temperature). Else,
+greedy rows take the first of equal logits, and stop tokens are forbidden as long as min_tokens says in all versions.
 """
 
 # vLLM is an extra: most environments that check types do not have it.
@@ -22,8 +23,8 @@ from services.rollout.backends.vllm_transfer import SextetTransfer
 from shared.weights.memory import device_name, this_host, visible_devices
 
 _MASK64 = 2**64 - 1
-START_BITS = 16
-"""Of the seed of a row that the first model runner draws: how many tokens of it were drawn before."""
+START_BITS = 20
+"""Of the seed of a row that the first model runner draws: how many tokens of it were drawn before; no row is longer."""
 
 
 class SextetWorker:
@@ -115,6 +116,12 @@ class TemperedSampler(Sampler):
         self._position(sampling_metadata.generators)
         return super().forward(logits, sampling_metadata, *args, **kwargs)
 
+    def sample(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        # Before what divides logits in place.
+        first_N = None if sampling_metadata.top_k is None else logits.argmax(-1)
+        sampled_N, processed = super().sample(logits, sampling_metadata, *args, **kwargs)
+        return first_of_equals(sampled_N, sampling_metadata.top_k, first_N), processed
+
     def _position(self, generators: dict[int, torch.Generator]) -> None:
         """Makes each row's generator draw the number of its position. The dictionary is the model runner's own."""
         if self._positioned is None:
@@ -147,10 +154,19 @@ class _TemperedV2:
         scaled_NV = logits.float() / states.temperature.gpu[expanded_idx_mapping][:, None]
         sampled_N, processed_NV = super().sample(logits, expanded_idx_mapping, *args, **kwargs)  # type: ignore[misc]
         if (states.top_k.np == 1).any():
-            # Greedy (see VllmRow.params): of equal logits the first, not one by the seed.
-            greedy_N = states.top_k.gpu[expanded_idx_mapping] == 1
-            sampled_N = torch.where(greedy_N, processed_NV.argmax(-1).to(sampled_N.dtype), sampled_N)
+            top_k_N = states.top_k.gpu[expanded_idx_mapping]
+            sampled_N = first_of_equals(sampled_N, top_k_N, processed_NV.argmax(-1))
         return sampled_N, scaled_NV
+
+
+def first_of_equals(sampled_N: Tensor, top_k_N: Tensor | None, first_N: Tensor | None) -> Tensor:
+    """What was sampled; of rows with top_k=1, which is how rows are greedy (see VllmRow.params), `first_N`.
+
+    vLLM 0.23 keeps all that are as likely as the most likely one, if a step has few rows, and draws among them.
+    """
+    if top_k_N is None or first_N is None:
+        return sampled_N
+    return torch.where(top_k_N == 1, first_N.to(sampled_N.dtype), sampled_N)
 
 
 @functools.cache

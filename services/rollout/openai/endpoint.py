@@ -23,6 +23,7 @@ from shared.rpc.errors import SextetError
 from shared.seeds import derive_seed
 
 MAX_PROMPTS = 256
+LEAST_TEMPERATURE = 0.01
 MAX_STOP_IDS = 128
 """Of a row, as many as vLLM's second model runner has room for: with more its engine dies."""
 
@@ -206,6 +207,9 @@ def _params(
             raise ApiError(text, param="prompt", code="context_length_exceeded")
         if max(ids) >= vocabulary:
             raise ApiError(f"token id {max(ids)}: the vocabulary has {vocabulary}", param="prompt")
+    if body.temperature is not None and 0 < body.temperature < LEAST_TEMPERATURE:
+        text = f"temperature={body.temperature:g}: 0 for what is most likely, or {LEAST_TEMPERATURE} at least"
+        raise ApiError(text, param="temperature")
     stops = {*serving.end_ids, *asked.stop_token_ids, *body.stop_token_ids}
     if body.stop_token_ids and max(body.stop_token_ids) >= vocabulary:
         text = f"token id {max(body.stop_token_ids)}: the vocabulary has {vocabulary}"

@@ -224,8 +224,14 @@ def test_only_known_layers_are_used_as_loaded():
     assert not on_a_cpu.in_place
 
 
-def test_of_several_data_parallel_engines_none_is_on_a_wire(model):
-    place = {"type": "cpu", "host": "h", "device": "cpu", "sees": [], "holds": "", "has": {}}
-    for engines, channels in ((1, ["gloo"]), (2, [])):
-        receiver = VllmReceiver(None, wanted_names(str(model)), [place], "127.0.0.1", False, engines)
-        assert receiver.channels == channels
+@pytest.mark.parametrize(("engines", "channels"), [(1, ["gloo"]), (2, [])])
+async def test_of_several_data_parallel_engines_none_is_on_a_wire(model, engines, channels):
+    async def collective_rpc(method: str, args: Any = ()) -> list[Any]:
+        return [{"type": "cpu", "host": "h", "device": "cpu", "sees": [], "holds": "", "has": {}}]
+
+    backend, shape = VllmBackend(), SimpleNamespace(data_parallel_size=engines)
+    backend._engine = SimpleNamespace(
+        collective_rpc=collective_rpc, vllm_config=SimpleNamespace(parallel_config=shape), shutdown=lambda: None
+    )
+    receiver = await backend.receiver(WirePart("127.0.0.1"), None)
+    assert receiver.channels == channels

@@ -77,6 +77,20 @@ def test_a_greedy_row_takes_the_first_of_equal_logits_whatever_its_seed():
     assert sampled.tolist() == [1, 2], "greedy, and as it was drawn"
 
 
+def test_so_it_is_with_the_first_model_runner(monkeypatch):
+    def draw(self: Any, logits: torch.Tensor, metadata: Any) -> tuple[torch.Tensor, None]:
+        logits /= 0.0
+        return torch.tensor([2, 2], dtype=torch.int32), None
+
+    monkeypatch.setattr(vllm_worker.Sampler, "sample", draw)
+    sampler = object.__new__(vllm_worker.TemperedSampler)
+    for top_k, wanted in ((torch.tensor([1, 3]), [1, 2]), (None, [2, 2])):
+        equal = torch.tensor([[1.0, 5.0, 5.0], [1.0, 5.0, 5.0]])
+        sampled, _ = sampler.sample(equal, SimpleNamespace(top_k=top_k))
+        assert sampled.tolist() == wanted
+        assert sampled.dtype == torch.int32
+
+
 @pytest.mark.parametrize(("late", "length"), [(True, 14), (False, 15)])
 def test_stops_are_forbidden_as_long_as_min_tokens_says(late, length, monkeypatch):
     monkeypatch.setattr(vllm_worker, "stops_are_late", lambda: late)

@@ -158,6 +158,25 @@ def test_what_is_undone_needs_no_memory_for_second_moments(tiny_llama: Path) -> 
     assert all(float(t) == 1 for name, t in one.optimizer.state().items() if name.startswith("step/"))
 
 
+def test_errors_that_are_each_others_causes_are_let_go_of_once(tiny_llama: Path) -> None:
+    one = engine(tiny_llama, lr=1e-2)
+
+    def forward() -> None:
+        try:
+            raise MemoryError("too many rows")
+        except MemoryError as error:
+            raise RuntimeError("torch's own words") from error
+
+    def body() -> None:
+        try:
+            forward()
+        except RuntimeError as error:
+            raise error.__cause__ or error from None
+
+    with pytest.raises(MemoryError), all_or_nothing(one.model, one.optimizer):
+        body()
+
+
 def test_what_cannot_be_undone_is_not_said_to_be(tiny_llama: Path, monkeypatch) -> None:
     one = engine(tiny_llama, lr=1e-2)
     monkeypatch.setattr(one.optimizer, "load_state", lambda *_: 1 / 0)
