@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.rollout import SHAPES, Child, take_turn, write_job
+from bench.rollout import Child, take_turn, write_job
+from bench.rollout_shapes import SHAPES
 
 TRIES = {"large": 1, "small": 3}
 OF_BARE, OF_HF, OF_ONE = 0.97, 4.0, 1.95

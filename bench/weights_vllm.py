@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.rollout import SHAPES, Child, Client, run_serve, say, wait_for_go, write_job
+from bench.rollout import Child, Client, run_serve, say, wait_for_go, write_job
+from bench.rollout_shapes import SHAPES
 
 COLUMNS = ("shape", "GB", "first prepare", "publish", "prepare", "GB/s", "prepare, generating", "commit", "tokens/s",
            "tokens/s, preparing")  # fmt: skip

@@ -21,6 +21,8 @@ Finish = Literal["stop", "length", "aborted"]
 Likely = tuple[tuple[int, float], ...]
 """Tokens and their log-probs, the most likely one first."""
 MAX_LIKELY = 20
+LEAST_TEMPERATURE = 0.01
+"""What is below, vLLM raises to it without an error."""
 
 
 class EngineError(RuntimeError):

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 _LENGTH_MULTIPLE = 64
-_START_BITS = 20
+START_BITS = 20
+"""Of the seed of a row that the first model runner draws: how many tokens of it were drawn before; no row is longer."""
 _SEED_BITS = 63
 
 
@@ -98,7 +99,7 @@ class VllmRow:
             max_tokens=self._limit - before,
             min_tokens=max(0, min(asked.min_tokens, self._limit) - before),
             stop_token_ids=list(asked.stop_token_ids),
-            seed=mixed if resumes_by_position else (mixed >> _START_BITS << _START_BITS) + before,
+            seed=mixed if resumes_by_position else (mixed >> START_BITS << START_BITS) + before,
             logprobs=asked.likely,
             # Plain lists instead of an object for every token, which Python's garbage collector would visit.
             flat_logprobs=True,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.rollout.backend import EngineError
+from services.rollout.backend import LEAST_TEMPERATURE, EngineError
 from services.rollout.backends.vllm_weights import TRANSFER
 from shared.config import RunConfig
 
@@ -29,9 +29,6 @@ _OURS = {
     "speculative_config": "nothing: drafted tokens have no log-probs of ours",
 }
 """Engine arguments that are not given as such, and what to set instead."""
-
-_LEAST_TEMPERATURE = 0.01
-"""What is below, vLLM raises to it without an error."""
 
 ENVIRONMENT = {
     # gRPC's threads do not survive a fork.
@@ -75,9 +72,9 @@ def engine_args(config: RunConfig, length: int) -> dict[str, Any]:
             near = difflib.get_close_matches(name, known - _OURS.keys(), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise EngineError(f"rollout.engine_args.{name}={value!r}: vLLM has no such engine argument{hint}")
-    if config.rollout.temperature < _LEAST_TEMPERATURE:
+    if config.rollout.temperature < LEAST_TEMPERATURE:
         raise EngineError(
-            f"rollout.temperature={config.rollout.temperature:g}: vLLM samples at {_LEAST_TEMPERATURE} at least, "
+            f"rollout.temperature={config.rollout.temperature:g}: vLLM samples at {LEAST_TEMPERATURE} at least, "
             "so that log-probs would not be the actor's; set rollout.top_k=1 to sample what is most likely"
         )
     device = config.model.device

@@ -2,8 +2,8 @@
 
 vLLM's `raw_logprobs` are before the temperature and its `processed_logprobs` after min_tokens, top_k and top_p. Ours
 are in between (see Sample.logprobs), so the sampler of either model runner is made to report
-log_softmax(logits / temperature). Else,
-greedy rows take the first of equal logits, and stop tokens are forbidden as long as min_tokens says in all versions.
+log_softmax(logits / temperature). Beside that greedy rows take the first of equal logits, and stop tokens are forbidden
+for as long as min_tokens says, in all versions. Nothing else of their sampling is changed.
 """
 
 # vLLM is an extra: most environments that check types do not have it.
@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.sampler import Sampler
 
+from services.rollout.backends.vllm_rows import START_BITS
 from services.rollout.backends.vllm_transfer import SextetTransfer
 from shared.weights.memory import device_name, this_host, visible_devices
 
 _MASK64 = 2**64 - 1
-START_BITS = 20
-"""Of the seed of a row that the first model runner draws: how many tokens of it were drawn before; no row is longer."""
 
 
 class SextetWorker:
@@ -117,10 +116,13 @@ class TemperedSampler(Sampler):
         return super().forward(logits, sampling_metadata, *args, **kwargs)
 
     def sample(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        top_k_N = sampling_metadata.top_k
+        if top_k_N is None:
+            return super().sample(logits, sampling_metadata, *args, **kwargs)
         # Before what divides logits in place.
-        first_N = None if sampling_metadata.top_k is None else logits.argmax(-1)
+        first_N = logits.argmax(-1)
         sampled_N, processed = super().sample(logits, sampling_metadata, *args, **kwargs)
-        return first_of_equals(sampled_N, sampling_metadata.top_k, first_N), processed
+        return first_of_equals(sampled_N, top_k_N, first_N), processed
 
     def _position(self, generators: dict[int, torch.Generator]) -> None:
         """Makes each row's generator draw the number of its position. The dictionary is the model runner's own."""
@@ -159,13 +161,11 @@ class _TemperedV2:
         return sampled_N, scaled_NV
 
 
-def first_of_equals(sampled_N: Tensor, top_k_N: Tensor | None, first_N: Tensor | None) -> Tensor:
+def first_of_equals(sampled_N: Tensor, top_k_N: Tensor, first_N: Tensor) -> Tensor:
     """What was sampled; of rows with top_k=1, which is how rows are greedy (see VllmRow.params), `first_N`.
 
     vLLM 0.23 keeps all that are as likely as the most likely one, if a step has few rows, and draws among them.
     """
-    if top_k_N is None or first_N is None:
-        return sampled_N
     return torch.where(top_k_N == 1, first_N.to(sampled_N.dtype), sampled_N)
 
 

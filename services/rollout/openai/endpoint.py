@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.rollout.backend import Sample, SamplingParams
+from services.rollout.backend import LEAST_TEMPERATURE, Sample, SamplingParams
 from services.rollout.openai.answers import TextStream, chat_logprobs, completion_logprobs, usage, version_spans
 from services.rollout.openai.generation import grow
 from services.rollout.openai.protocol import POLICY, ApiError, ChatBody, CompletionBody, Sampling
@@ -23,7 +23,6 @@ from shared.rpc.errors import SextetError
 from shared.seeds import derive_seed
 
 MAX_PROMPTS = 256
-LEAST_TEMPERATURE = 0.01
 MAX_STOP_IDS = 128
 """Of a row, as many as vLLM's second model runner has room for: with more its engine dies."""
 
@@ -205,15 +204,12 @@ def _params(
                 f"a prompt of {len(ids)} tokens: this run's engine takes 1 to {serving.context - 1} (rollout.context)"
             )
             raise ApiError(text, param="prompt", code="context_length_exceeded")
-        if max(ids) >= vocabulary:
-            raise ApiError(f"token id {max(ids)}: the vocabulary has {vocabulary}", param="prompt")
+        _refuse_unknown(ids, vocabulary, "prompt")
     if body.temperature is not None and 0 < body.temperature < LEAST_TEMPERATURE:
         text = f"temperature={body.temperature:g}: 0 for what is most likely, or {LEAST_TEMPERATURE} at least"
         raise ApiError(text, param="temperature")
     stops = {*serving.end_ids, *asked.stop_token_ids, *body.stop_token_ids}
-    if body.stop_token_ids and max(body.stop_token_ids) >= vocabulary:
-        text = f"token id {max(body.stop_token_ids)}: the vocabulary has {vocabulary}"
-        raise ApiError(text, param="stop_token_ids")
+    _refuse_unknown(body.stop_token_ids, vocabulary, "stop_token_ids")
     if len(stops) > MAX_STOP_IDS:
         text = f"{len(stops)} stop tokens, those of the model and of the run among them: {MAX_STOP_IDS} at most"
         raise ApiError(text, param="stop_token_ids")
@@ -229,6 +225,11 @@ def _params(
         greedy=greedy,
         likely=body.likely,
     )
+
+
+def _refuse_unknown(ids: Sequence[int], vocabulary: int, param: str) -> None:
+    if max(ids, default=0) >= vocabulary:
+        raise ApiError(f"token id {max(ids)}: the vocabulary has {vocabulary}", param=param)
 
 
 def _as_the_run_samples(serving: Serving, body: ChatBody) -> None:
