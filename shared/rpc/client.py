@@ -84,7 +84,7 @@ class Connections:
         return ""
 
     async def drop(self, endpoint: str) -> None:
-        """Closes the channel to an endpoint that has left; its running calls end with Cancelled."""
+        """Closes the channel to an endpoint that has left; its calls, running or about to be, end with Cancelled."""
         if channel := self._channels.pop(endpoint, None):
             await channel.close(None)
 
@@ -122,6 +122,9 @@ async def call(method: Any, request: Any, *, timeout: float) -> Any:
         if (task := asyncio.current_task()) and task.cancelling():
             raise
         raise Cancelled("the channel was closed during the call") from None
+    except grpc.aio.UsageError as error:
+        # It was closed between the asking for it and the call: the endpoint has left.
+        raise Cancelled(f"the call did not begin: {error}") from None
 
 
 async def stream(method: Any, request: Any, *, timeout: float) -> AsyncGenerator[Any, None]:

@@ -119,11 +119,15 @@ async def test_a_call_whose_channel_is_closed_is_cancelled_and_who_waits_is_not(
         return Configured(0, {})
 
     monkeypatch.setattr(role.parts.backend, "configure", configured)
+    late = role.role
     asked = asyncio.create_task(call(role.role.Configure, configure(1), timeout=60))
     await asyncio.wait_for(begun.wait(), 60)
     await role.connections.drop(role.endpoint)
     with pytest.raises(errors.Cancelled, match="channel was closed"):
         await asked
+    # A loop that looks around between the asking for a channel and the call.
+    with pytest.raises(errors.Cancelled, match=r"did not begin: Channel is closed\."):
+        await call(late.Configure, configure(1), timeout=60)
     asked = asyncio.create_task(call(role.role.Configure, configure(1), timeout=60))
     await asyncio.wait([asked], timeout=0.1)
     asked.cancel()
