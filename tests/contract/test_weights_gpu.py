@@ -3,6 +3,8 @@
 On a machine with a GPU: pytest -m gpu tests/contract/test_weights_gpu.py
 """
 
+import copy
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -16,6 +18,8 @@ from services.rollout.backends.vllm import VllmBackend
 from tests.contract.test_weights_vllm import ROWS, off, rollout
 
 GREEDY = requests(6, SamplingParams(max_tokens=10, greedy=True))
+ROUNDED = 5e-3
+"""What float32 is off by here: vLLM's attention multiplies TF32 on GPUs (.0018 on an H200)."""
 
 
 @pytest.mark.gpu
@@ -27,12 +31,14 @@ async def test_every_version_is_what_a_fresh_engine_with_it_serves(tmp_path):
     actor = Actor(model, "grpc")
     async with rollout(model, "model.device=cuda", arguments) as (engine, _):
         for version in (1, 2):
+            before = copy.deepcopy(actor.lm)
             actor.train(0.05)
             await engine.prepare_weights(version, dict(actor.lm.state_dict()))
             await engine.commit_weights(version)
-            for sample in (await collect(engine.generate(ROWS))).values():
-                assert off(actor.lm, sample) < 1e-3
-                assert set(sample.versions) == {version}
+            samples = (await collect(engine.generate(ROWS))).values()
+            assert max(off(actor.lm, sample) for sample in samples) < ROUNDED
+            assert max(off(before, sample) for sample in samples) > 10 * ROUNDED
+            assert {served for sample in samples for served in sample.versions} == {version}
         answers = await collect(engine.generate(GREEDY))
     exported, fresh = tmp_path / "exported", VllmBackend()
     actor.lm.save_pretrained(exported)
