@@ -65,8 +65,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="actor.optimizer.lr=1e-6 ...", autocompletion=complete_override),
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads each process computes with; default: all cores.")]
-
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Threads each process started here computes with; default: OMP_NUM_THREADS, else one per core."
+    ),
+]
 Devices = Annotated[
     list[str] | None,
     typer.Option(
@@ -139,7 +143,11 @@ def run(
 
 
 @app.command()
-def demo(overrides: Overrides = None, threads: Threads = None, as_json: Json = False) -> None:
+def demo(
+    overrides: Overrides = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads each process started here computes with.")] = 1,
+    as_json: Json = False,
+) -> None:
     """Makes a small model and a small task on the spot, and teaches the model the task by PPO on six services."""
     if not (DEMO / "demo" / "make_model.py").exists():
         raise ConfigError(f"the demo needs a checkout of the repository: {DEMO / 'demo'} is not there")
@@ -152,7 +160,7 @@ def demo(overrides: Overrides = None, threads: Threads = None, as_json: Json = F
         start_new_session=True,
         check=True,
     )
-    sys.exit(play(load_config(DEMO / "demo.yaml", overrides or ()), threads or 1, as_json))
+    sys.exit(play(load_config(DEMO / "demo.yaml", overrides or ()), threads, as_json))
 
 
 @app.command()
