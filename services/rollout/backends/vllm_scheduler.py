@@ -8,6 +8,7 @@ it is done, unless it has stop strings, so its tokens go in bundles, and log-pro
 # vLLM is an extra: most environments that check types do not have it.
 # pyright: reportMissingImports=false
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +20,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
 
-BUNDLE = 16
-"""Tokens of a row that travel together. An aborted row loses those that have not left yet: at most one less."""
+BUNDLE_SECONDS = 0.5
+"""So long tokens wait for those that travel with them. An aborted row loses what has not left yet."""
 _PER_TOKEN = {"routed_experts", "new_sampling_mask"} & set(EngineCoreOutput.__struct_fields__)
 """What else an output may bring of its token, by vLLM's version, if the engine is told to."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Waiting:
     """What has not left yet of a row: tokens, and the log-prob of each."""
 
@@ -51,6 +52,7 @@ class _InBundles:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._waiting: dict[str, _Waiting] = {}
+        self._due = 0.0
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """What vLLM's gives, by client, less what waits for more of its row."""
@@ -72,6 +74,8 @@ class _InBundles:
     ) -> Iterator[EngineCoreOutput]:
         # Once for all rows: this loop has about as long for a row as the GPU has for its token.
         sampled = [] if logprobs is None else logprobs.logprobs[:, 0].tolist()
+        if all_leave := (now := time.monotonic()) >= self._due:
+            self._due = now + BUNDLE_SECONDS
         for output in outputs:
             row = self._waiting.get(output.request_id)
             if row is None:
@@ -83,9 +87,9 @@ class _InBundles:
                 yield output
                 continue
             if output.new_token_ids:
-                row.tokens += output.new_token_ids
+                row.tokens.extend(output.new_token_ids)
                 row.logprobs.append(sampled[places[output.request_id]])
-            if len(row.tokens) >= BUNDLE or output.finish_reason is not None or output.events is not None:
+            if all_leave or output.finish_reason is not None or output.events is not None:
                 yield row.go_with(output)
 
     def _can_wait(self, output: EngineCoreOutput) -> bool:

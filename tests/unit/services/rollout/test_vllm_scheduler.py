@@ -1,5 +1,7 @@
 """A row's tokens leave vLLM's engine in bundles: nothing is lost, doubled or late, each with its log-prob."""
 
+import math
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +14,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from services.rollout.backends.vllm_scheduler import BUNDLE, BundlingAsyncScheduler, BundlingScheduler, _InBundles
+from services.rollout.backends.vllm_scheduler import (
+    BUNDLE_SECONDS,
+    BundlingAsyncScheduler,
+    BundlingScheduler,
+    _InBundles,
+)
 
 WAITS, LOOKED_AT = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
 
@@ -33,14 +40,15 @@ class FakeScheduler:
 
 
 class Bundling(_InBundles, FakeScheduler):
-    def play(self, *steps):
-        """(step, row, tokens, log-probs, finish reason) of everything that goes."""
-        return [
-            (number, out.request_id, out.new_token_ids, _logprobs(out), out.finish_reason)
-            for number, step in enumerate(steps)
-            for outputs in self.update_from_output(step, _computed(step)).values()
-            for out in outputs.outputs
-        ]
+    def play(self, *steps, due=()):
+        """(step, row, tokens, log-probs, finish reason) of everything that goes; in steps `due` it is time to go."""
+        went = []
+        for number, step in enumerate(steps):
+            self._due = 0 if number in due else math.inf
+            for outputs in self.update_from_output(step, _computed(step)).values():
+                for out in outputs.outputs:
+                    went.append((number, out.request_id, out.new_token_ids, _logprobs(out), out.finish_reason))
+        return went
 
 
 def _request(kind, logprobs=0):
@@ -68,18 +76,24 @@ def _row(name, token, **rest):
 
 
 def test_the_first_token_goes_at_once_the_others_in_bundles_and_the_last_with_what_is_left():
-    count = 1 + BUNDLE + 3
-    steps = [[_row("a", k), _row("b", 100 + k)] for k in range(count - 1)]
-    steps.append([_row("a", count - 1, finish_reason=FinishReason.LENGTH), _row("b", 100 + count - 1)])
+    steps = [[_row("a", k), _row("b", 100 + k)] for k in range(8)]
+    steps.append([_row("a", 8, finish_reason=FinishReason.LENGTH), _row("b", 108)])
     scheduler = Bundling(a=WAITS, b=WAITS)
-    assert scheduler.play(*steps) == [
+    assert scheduler.play(*steps, due=[5]) == [
         _went(0, "a", [0]),
         _went(0, "b", [100]),
-        _went(BUNDLE, "a", range(1, BUNDLE + 1)),
-        _went(BUNDLE, "b", range(101, BUNDLE + 101)),
-        _went(count - 1, "a", range(BUNDLE + 1, count), FinishReason.LENGTH),
+        _went(5, "a", range(1, 6)),
+        _went(5, "b", range(101, 106)),
+        _went(8, "a", range(6, 9), FinishReason.LENGTH),
     ]
     assert list(scheduler._waiting) == ["b"]
+
+
+def test_it_is_time_again_after_so_many_seconds():
+    scheduler, step = Bundling(a=WAITS), [_row("a", 0)]
+    before = time.monotonic()
+    scheduler.play(step, due=[0])
+    assert before + BUNDLE_SECONDS <= scheduler._due <= time.monotonic() + BUNDLE_SECONDS
 
 
 def test_a_row_that_is_looked_at_or_wants_more_log_probs_does_not_wait():
