@@ -49,7 +49,7 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     """Generation."""
 
-    engine: Literal["hf", "vllm", "auto", "fake"] = "auto"
+    engine: Literal["hf", "vllm", "auto"] = "auto"
     replicas: Positive = 1
     """Replicas that must be ready before the run starts."""
     n: Positive = 1

@@ -103,6 +103,7 @@ def test_every_mistake_is_reported_at_once():
         ("rollout.temperature", 0),
         ("rollout.top_p", 1.5),
         ("rollout.engine", "vlm"),
+        ("rollout.engine", "fake"),
         ("model.dtype", "float8"),
         ("actor.optimizer.lr", "fast"),
         ("actor.optimizer.betas", [0.9]),
