@@ -33,8 +33,8 @@ up: $(RUN_READY)  ## all services on this machine, in the background
 down:  ## ends them
 	@$(BIN)/sextet down
 
-test: $(DEV_READY)  ## the whole suite; more: make test ARGS="-m slow"
-	@$(BIN)/pytest $(ARGS)
+test: $(DEV_READY)  ## the whole suite, in a process for each core; more: make test ARGS="-n 0 -m docker"
+	@$(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
 test-vllm: $(VLLM_READY)  ## what concerns vLLM, on the CPU, in an environment of its own (3.6 GB)
 	@.venv-vllm/bin/python -m pytest -m "not gpu and not docker" $(VLLM_TESTS) $(ARGS)
