@@ -148,7 +148,8 @@ class Cluster:
         if member.info.role in verbs.KEPT:
             return
         member.phase = Phase.LOADING
-        if standing.run != session.run:
+        # An attempt to set the run up that failed may have configured it, and took with it what the role had said.
+        if standing.run != session.run or member.info.role not in session.facts:
             await self.configure(member, session)
         if member.info.role != "rollout":
             return

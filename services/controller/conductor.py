@@ -134,7 +134,7 @@ class Conductor:
         while True:
             try:
                 return await self._play(cause, back)
-            except (CallFailed, StateLost, ReplicaLost, SextetError, Refused) as error:
+            except (CallFailed, StateLost, StepChanged, ReplicaLost, SextetError, Refused) as error:
                 reason = error.cause if isinstance(error, CallFailed | Refused) else error
                 if isinstance(reason, StaleEpoch):
                     raise Deposed(str(reason)) from error

@@ -1,0 +1,53 @@
+"""Replicas that are lost where a run stands outside of its steps: while it is set up, or validated."""
+
+import asyncio
+from typing import Any
+
+from tests.fakes.sextet import FakeSextet
+from tests.unit.services.controller.conftest import ALL, Controller
+
+
+async def test_an_actor_lost_while_a_run_is_set_up_the_first_time_costs_no_run(
+    fakes: FakeSextet, controller: Controller
+) -> None:
+    """What the rollout had said of its dataset was lost with the first attempt: KeyError('rollout')."""
+    await fakes.start(*ALL)
+    actor, restarting = fakes["actor-0"], []
+
+    async def restart() -> None:
+        await actor.kill()
+        await actor.start()
+
+    async def configure(request: Any) -> None:
+        actor.hooks.clear()
+        await controller.until(lambda: all(fakes[name].done["configure"] for name in ALL if name[0] == "r"))
+        restarting.append(asyncio.create_task(restart()))
+        await asyncio.sleep(60)
+
+    actor.hooks["configure"] = configure
+    await controller.create("r")
+    record = await controller.over("r")
+    await asyncio.gather(*restarting)
+    assert (record.state, record.reason) == ("done", "")
+
+
+async def test_validation_samples_that_come_out_differently_are_made_anew_and_cost_no_run(
+    fakes: FakeSextet, controller: Controller
+) -> None:
+    """Outside of a step nobody heeded StepChanged: the run ended of it."""
+    await fakes.start(*ALL, "rollout-1")
+    for name in ("rollout-0", "rollout-1"):
+        fakes[name].facts = {"validation_rows": "4"}
+
+    async def kill(request: Any) -> None:
+        if request.inputs.blocks[0].rows[0].uid.startswith("validation:") and fakes["rollout-1"].alive:
+            await fakes["rollout-1"].kill()
+            # As an engine whose numbers depend on who shares a batch.
+            fakes["rollout-0"].response_tokens += 1
+
+    fakes["reward-0"].hooks["score"] = kill
+    await controller.create("r", data__validation_path="v", data__validation_interval=1)
+    record = await controller.over("r")
+    assert (record.state, record.reason) == ("done", "")
+    warnings = [message for kind, _, message in await controller.events("r") if kind == "warning"]
+    assert any("validation after step 0 failed: samples of rollout" in message for message in warnings)
