@@ -91,7 +91,7 @@ class ProcessScaler:
 
     async def stop(self, replica: str) -> int:
         """SIGTERM, and SIGKILL once the time to drain is over; returns the exit code."""
-        keeper = self._keepers.pop(replica)
+        keeper = self._keepers[replica]
         keeper.cancel()
         await asyncio.gather(keeper, return_exceptions=True)
         started = self._started[replica]
@@ -103,7 +103,8 @@ class ProcessScaler:
             except TimeoutError:
                 started.process.kill()
         code = await started.process.wait()
-        del self._started[replica]
+        # Not before: who waited for it may have gone, and it must be stopped the next time.
+        del self._started[replica], self._keepers[replica]
         return code
 
     async def scale(self, role: str, replicas: int) -> tuple[int, int]:

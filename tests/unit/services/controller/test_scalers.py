@@ -1,6 +1,8 @@
-"""Scalers: Kubernetes against a fake API server; `scale` waits for the registry; scalers that can not work here."""
+"""Scalers: Kubernetes against a fake API server, processes; `scale` waits for the registry; what can not work here."""
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from services.controller import api as api_module
 from services.controller.api import Api
 from services.controller.scalers import ScalerMissing, make_scaler
 from services.controller.scalers.kubernetes import KubernetesScaler
+from services.controller.scalers.process import ProcessScaler
 from services.controller.settings import ControllerSettings
 from shared.rpc.errors import DeadlineExceeded, NotFound, PermissionDenied, SextetError, Unavailable
 from shared.rpc.settings import SettingsError
@@ -144,3 +147,34 @@ async def test_replicas_that_never_register_are_told_about(monkeypatch: pytest.M
     with pytest.raises(DeadlineExceeded, match=r"rollout: 0 of 2 replicas are listed after 0.5 s \(none\)") as caught:
         await api.scale("rollout", 2, wait=True)
     assert isinstance(caught.value, SextetError)
+
+
+ENDURES = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+time.sleep(99)
+"""
+
+
+async def test_a_process_whose_stopping_was_given_up_is_stopped_the_next_time(tmp_path: Path) -> None:
+    """A client that went away meanwhile left one that nobody could stop, and its role could never be scaled again."""
+    scaler = ProcessScaler(tmp_path, command=lambda role: (sys.executable, "-c", ENDURES), drain=99)
+    try:
+        assert await scaler.scale("reward", 2) == (0, 2)
+        first, second = (each.process for each in scaler.list())
+        async with asyncio.timeout(60):
+            while any("up" not in each.log.read_text() for each in scaler.list()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        keeper, going = scaler._keepers["reward-1"], asyncio.create_task(scaler.scale("reward", 1))
+        await asyncio.wait({keeper})
+        going.cancel()
+        await asyncio.gather(going, return_exceptions=True)
+        scaler._drain = 0.1
+        assert await scaler.scale("reward", 2) == (1, 2)
+        assert second.returncode is not None
+        os.kill(first.pid, 0)
+    finally:
+        scaler._drain = 0.1
+        await scaler.close()
+    assert not scaler.list()
