@@ -1,10 +1,15 @@
-"""What one test enters into process-wide tables is gone for the next."""
+"""What one test enters into process-wide tables is gone for the next; properties are not timed."""
 
 import sys
 from collections.abc import Iterator
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says nothing where several processes share a core.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)
