@@ -13,24 +13,24 @@ import pytest
 from shared.rpc import errors
 from shared.state import open_store
 from shared.state.embedded import server_binary, start_redis
+from tests.fakes.ports import kept_port
 
 
-async def test_it_starts_quickly_keeps_its_data_and_stops(tmp_path: Path) -> None:
+async def test_it_keeps_its_data_and_stops(tmp_path: Path) -> None:
     directory = tmp_path / "with space"
-    began = time.monotonic()
-    server = start_redis(directory)
-    assert time.monotonic() - began < 5
-    store = open_store(server.url)
-    await store.put("sextet:kept", b"1")
-    await store.close()
-    server.stop()
-    assert server.process.poll() is not None
-    again = start_redis(directory, port=server.port)
-    assert again.url == server.url
-    store = open_store(again.url)
-    assert await store.get("sextet:kept") == b"1"
-    await store.close()
-    again.stop()
+    with kept_port() as port:
+        server = start_redis(directory, port)
+        store = open_store(server.url)
+        await store.put("sextet:kept", b"1")
+        await store.close()
+        server.stop()
+        assert server.process.poll() is not None
+        again = start_redis(directory, port)
+        assert again.url == server.url
+        store = open_store(again.url)
+        assert await store.get("sextet:kept") == b"1"
+        await store.close()
+        again.stop()
 
 
 async def test_it_listens_on_loopback_and_asks_for_a_password(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     server = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
     parent.communicate(timeout=10)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30
     while psutil.pid_exists(server.pid) and server.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until, "the server lives on"
         time.sleep(0.05)
