@@ -207,8 +207,9 @@ async def test_an_endpoint_that_accepts_and_says_nothing_is_lost(connections):
 
 
 class Slow(DataServicer):
-    """Waits 0.2 s before every message, and counts the streams that run at the same time."""
+    """Waits before every message, and counts the streams that run at the same time."""
 
+    seconds = 0.2
     running = most = 0
 
     async def Read(self, request, context):
@@ -216,7 +217,7 @@ class Slow(DataServicer):
         Slow.most = max(Slow.most, Slow.running)
         try:
             async for message in super().Read(request, context):
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(self.seconds)
                 yield message
         finally:
             Slow.running -= 1
@@ -227,15 +228,16 @@ def row(number: int, mebibytes: int) -> Block:
     return Block((RowKey(f"p{number}", 0),), large(mebibytes).columns)
 
 
-async def test_one_lost_block_ends_the_whole_read_at_once(start, connections):
+async def test_one_lost_block_ends_the_whole_read_at_once(start, connections, monkeypatch):
+    monkeypatch.setattr(Slow, "seconds", 2)
     holder, slow = await start(), await start(Slow)
     ref = refs.merge(put(slow, row(0, 20)), put(holder, row(1, 1)))
     holder.store.release("r", None)
     began = time.monotonic()
     with pytest.raises(BatchLost):
-        await BatchReader(connections).read(ref, timeout=30)
-    assert time.monotonic() - began < 3
-    for _ in range(100):
+        await BatchReader(connections).read(ref, timeout=60)
+    assert time.monotonic() - began < 20
+    for _ in range(400):
         if Slow.running == 0:
             break
         await asyncio.sleep(0.05)

@@ -23,10 +23,10 @@ async def test_values(store: StateStore) -> None:
 
 
 async def test_values_expire(store: StateStore) -> None:
-    await store.put("sextet:t", b"1", ttl=0.15)
+    await store.put("sextet:t", b"1", ttl=1)
     assert await store.get("sextet:t") == b"1"
     assert await store.scan("sextet:t") == {"sextet:t": b"1"}
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(1.1)
     assert await store.get("sextet:t") is None
     assert await store.scan("sextet:t") == {}
     await store.put("sextet:t", b"1", ttl=0.1)
@@ -67,11 +67,11 @@ async def test_a_stream_is_waited_for(store: StateStore) -> None:
     name = f"sextet:w:{time.time_ns()}"
     began = time.monotonic()
     assert await store.read(name, "", 0.2) == []
-    assert 0.15 < time.monotonic() - began < 1
-    reading = asyncio.create_task(store.read(name, "", 10))
+    assert 0.15 < time.monotonic() - began < 8
+    reading = asyncio.create_task(store.read(name, "", 60))
     await asyncio.sleep(0.05)
     await store.append(name, {"k": "v"}, 10)
-    assert [fields for _, fields in await asyncio.wait_for(reading, 2)] == [{"k": "v"}]
+    assert [fields for _, fields in await asyncio.wait_for(reading, 30)] == [{"k": "v"}]
 
 
 async def test_a_stream_keeps_about_as_much_as_asked(store: StateStore) -> None:
@@ -85,8 +85,8 @@ async def test_a_stream_keeps_about_as_much_as_asked(store: StateStore) -> None:
 
 async def test_a_lease_has_one_owner(store: StateStore) -> None:
     key = f"sextet:lease:{time.time_ns()}"
-    assert await store.acquire(key, "a", 5)
-    assert await store.acquire(key, "a", 5), "a retry after a lost answer finds its own lease"
+    assert await store.acquire(key, "a", 60)
+    assert await store.acquire(key, "a", 60), "a retry after a lost answer finds its own lease"
     assert not await store.acquire(key, "b", 5)
     assert not await store.renew(key, "b", 5)
     await store.release(key, "b")
@@ -144,7 +144,7 @@ async def test_an_unreachable_redis_is_named_within_seconds() -> None:
     began = time.monotonic()
     with pytest.raises(errors.Unavailable, match=r"redis://:\*\*\*@127\.0\.0\.1:9/0.*`sextet up`.*SEXTET_REDIS_URL"):
         await store.get("sextet:x")
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 20
     await store.close()
 
 
