@@ -103,6 +103,7 @@ class Conductor:
         self._summary = Summary(directory)
         self._validation = Validation(directory, config.data)
         self._wanted: list[asyncio.Future[tuple[str, int]]] = []
+        self._ended = False
         self._epoch = 0
         self._progress = 0.0
         root = checkpoints.root_of(config, run, directory)
@@ -126,6 +127,7 @@ class Conductor:
             self._answer_wanted(FailedPrecondition(str(error)))
             raise
         finally:
+            self._ended = True
             self._answer_wanted(FailedPrecondition("the run has ended"))
             self._profiles.close()
 
@@ -166,6 +168,8 @@ class Conductor:
         """Asks for a checkpoint after the step in progress; resolves to its directory and step."""
         future: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
         self._wanted.append(future)
+        if self._ended:
+            self._answer_wanted(FailedPrecondition("the run has ended"))
         return future
 
     def profile(self, role: str, steps: int) -> "asyncio.Future[Calls]":

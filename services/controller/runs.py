@@ -189,8 +189,11 @@ class Runs:
         active = self._playing(record)
         if active is None:
             raise FailedPrecondition(f"run {id!r} is {record.state}: only a running one can be saved")
-        async with asyncio.timeout(CHECKPOINT_SECONDS):
-            return await active.conductor.checkpoint()
+        try:
+            async with asyncio.timeout(CHECKPOINT_SECONDS):
+                return await active.conductor.checkpoint()
+        except TimeoutError:
+            raise DeadlineExceeded(f"run {id!r} was not saved within {CHECKPOINT_SECONDS:g} s") from None
 
     async def profile(self, id: str, role: str, steps: int) -> Calls:
         """Has a role's calls in the next steps recorded: what their ranks have seen."""
@@ -287,9 +290,13 @@ class Runs:
             await asyncio.wait({active.task})
             return active.task.result(), ""
         except asyncio.CancelledError:
-            if not active.cancelled:
+            if active.cancelled:
+                return "cancelled", ""
+            if (task := asyncio.current_task()) and task.cancelling():
                 raise
-            return "cancelled", ""
+            # Raised in the run itself, by its flow: it must not end the playing of all other runs.
+            log.error("run failed", exc_info=True)
+            return "failed", "CancelledError: the run was cancelled from within, and nobody had asked for it"
         except Deposed:
             raise
         except MustWait as error:

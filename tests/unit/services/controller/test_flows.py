@@ -101,6 +101,7 @@ class Flow(DataFlow):
         ("return 3", "forward returned 3: return self.metrics(...)"),
         ("raise KeyError('x')", "forward: 'x'"),
         ("return self.metrics(self.reward.score(None))", "reward.score: called without rows"),
+        ("import asyncio; raise asyncio.CancelledError", "CancelledError: the run was cancelled from within"),
     ],
 )
 async def test_a_flow_with_a_defect_fails_its_run_only(

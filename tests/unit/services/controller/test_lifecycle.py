@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 
+from services.controller import runs as runs_module
 from services.controller.journal import Journal
 from services.controller.runs import Record
-from shared.rpc.errors import AlreadyExists, FailedPrecondition, Internal, InvalidArgument, NotFound
+from shared.rpc.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+)
 from tests.fakes.sextet import FakeSextet
 from tests.unit.services.controller.conftest import ALL, Controller
 from tests.unit.services.controller.test_failures import exported, outcome, undisturbed
@@ -124,6 +132,34 @@ async def test_a_checkpoint_nobody_can_make_any_more_is_answered(fakes: FakeSext
     await controller.runs.cancel("r")
     with pytest.raises(FailedPrecondition, match="ended"):
         await asyncio.wait_for(asked, 5)
+
+
+async def test_a_checkpoint_that_takes_too_long_is_answered_in_words(
+    fakes: FakeSextet, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_module, "CHECKPOINT_SECONDS", 0.1)
+    await fakes.start(*ALL)
+    reached, go_on = holding(fakes, "actor-0", "update", 1)
+    await controller.create("r", total_steps=1)
+    await reached.wait()
+    with pytest.raises(DeadlineExceeded, match=r"run 'r' was not saved within 0\.1 s"):
+        await controller.runs.checkpoint("r")
+    go_on.set()
+    assert (await controller.over("r")).state == "done"
+
+
+async def test_a_checkpoint_asked_of_a_run_that_has_just_ended_is_answered(
+    fakes: FakeSextet, controller: Controller
+) -> None:
+    await fakes.start(*ALL)
+    await controller.create("r", total_steps=1)
+    await controller.until(lambda: controller.runs.active == "r")
+    assert controller.runs._active
+    conductor = controller.runs._active.conductor
+    await controller.over("r")
+    async with asyncio.timeout(20):
+        with pytest.raises(FailedPrecondition, match="the run has ended"):
+            await conductor.checkpoint()
 
 
 async def test_runs_are_played_one_at_a_time_in_order(fakes: FakeSextet, controller: Controller) -> None:
