@@ -1,12 +1,11 @@
 """One step of a run as a flow sees it: calls by verb, weights, further prompts."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from services.controller.calls import Handle, Result, Scope, Work
 from services.controller.cluster import Cluster, Session
-from services.controller.dispatch import Dispatcher
+from services.controller.dispatch import Dispatcher, gather
 from services.controller.growth import Growth
 from services.controller.metrics import flatten, join_parts
 from services.controller.prompts import Prompt, PromptSource, split_prompts
@@ -117,9 +116,9 @@ class Step:
                 return await self._dispatcher.generate(prompts)
             # The greedy row is the sample after the last: its key says what it is, wherever it travels.
             greedy = [Prompt(each.uid, each.index, (self._session.config.rollout.n,)) for each in prompts]
-            sampled, best = await asyncio.gather(
-                self._dispatcher.generate(prompts), self._dispatcher.generate(greedy, greedy=True)
-            )
+            sampling = self._dispatcher.generate(prompts), self._dispatcher.generate(greedy, greedy=True)
+            # When one fails, the other must not outlive the step.
+            sampled, best = await gather(sampling)
             assert sampled.ref is not None
             assert best.ref is not None
             sampled.ref.MergeFrom(best.ref)

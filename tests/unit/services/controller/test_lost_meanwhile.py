@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+from shared.rpc.errors import Internal
 from tests.fakes.sextet import FakeSextet
 from tests.unit.services.controller.conftest import ALL, Controller
 
@@ -51,3 +52,29 @@ async def test_validation_samples_that_come_out_differently_are_made_anew_and_co
     assert (record.state, record.reason) == ("done", "")
     warnings = [message for kind, _, message in await controller.events("r") if kind == "warning"]
     assert any("validation after step 0 failed: samples of rollout" in message for message in warnings)
+
+
+async def test_a_sampling_beside_one_that_failed_does_not_outlive_the_step(
+    fakes: FakeSextet, controller: Controller
+) -> None:
+    """It went on beside the step that was played again, and its load was taken off the replica twice."""
+    await fakes.start("rollout-0", "actor-0", "reward-0")
+    again, parts = asyncio.Event(), []
+
+    async def generate(request: Any) -> None:
+        if request.greedy:
+            await again.wait()
+            return
+        parts.append(request.operation.id.part)
+        if len(parts) == 1:
+            raise Internal("out of memory")
+        again.set()
+
+    fakes["rollout-0"].hooks["generate"] = generate
+    await controller.create("r", flow="remax", algorithm={"advantage": "remax"}, total_steps=1)
+    await controller.until(again.is_set)
+    await controller.until(lambda: bool(fakes["actor-0"].done["update"]))
+    loads = [member.load for member in controller.cluster.pools["rollout"].members]
+    record = await controller.over("r")
+    assert (record.state, record.reason) == ("done", "")
+    assert loads == [0]
