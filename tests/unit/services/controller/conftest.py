@@ -48,7 +48,7 @@ class Controller:
         self._stack.push_async_callback(self._connections.close)
         self.cluster = Cluster(self.store, self._connections)
         await self._stack.enter_async_context(self.cluster.watching())
-        self.leadership = Leadership(self.store, secrets.token_hex(4), ttl=0.5)
+        self.leadership = Leadership(self.store, secrets.token_hex(4), ttl=1.5)
         await self._stack.enter_async_context(self.leadership.sought())
         self.runs = Runs(self.store, self.cluster, self.leadership, self.root)
         await self._stack.enter_async_context(self.runs.playing())

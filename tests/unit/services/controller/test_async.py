@@ -109,11 +109,11 @@ async def test_the_next_batch_is_sampled_while_this_one_is_trained(fakes: FakeSe
     async def update(request: Any) -> None:
         if request.operation.id.step == 2:
             updating.set()
-            await asyncio.wait_for(sampling.wait(), 10)
+            await asyncio.wait_for(sampling.wait(), 60)
 
     async def generate(request: Any) -> None:
         if request.operation.id.step == 2:
-            await asyncio.wait_for(updating.wait(), 10)
+            await asyncio.wait_for(updating.wait(), 60)
             sampling.set()
 
     fakes["actor-0"].hooks["update"], fakes["rollout-0"].hooks["generate"] = update, generate
@@ -127,15 +127,15 @@ async def test_weights_wait_for_the_sampling(fakes: FakeSextet, controller: Cont
     await start(fakes)
     order: list[str] = []
 
-    def noting(what: str, seconds: float = 0.0) -> Any:
+    def noting(what: str, after: str = "") -> Any:
         async def hook(request: Any) -> None:
             if request.operation.id.step == 3:
-                await asyncio.sleep(seconds)
+                await controller.until(lambda: not after or after in order)
                 order.append(what)
 
         return hook
 
-    fakes["rollout-0"].hooks["after generate"] = noting("sampled", 0.3)
+    fakes["rollout-0"].hooks["after generate"] = noting("sampled", after="updated")
     fakes["rollout-0"].hooks["prepare_weights"] = noting("new weights")
     fakes["actor-0"].hooks["after update"] = noting("updated")
     await played(controller, **changes())

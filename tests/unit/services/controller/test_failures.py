@@ -481,7 +481,7 @@ async def test_a_frozen_replica_is_found_by_its_lease(fakes: Any, controller: An
     await asyncio.wait_for(asleep.wait(), 20)
     started = asyncio.get_running_loop().time()
     assert await running == undisturbed
-    assert asyncio.get_running_loop().time() - started < 10
+    assert asyncio.get_running_loop().time() - started < 40
     assert set(fakes["actor-0"].rows["update"].values()) == {1}
 
 
@@ -532,7 +532,7 @@ async def test_an_actor_killed_while_its_weights_are_fetched_costs_a_rollback_an
             raise Unavailable("the holder cannot be reached")
 
     fakes["rollout-0"].hooks["prepare_weights"] = fetch
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(50):
         assert await outcome(controller, fakes) == undisturbed
     await asyncio.gather(*restarting)
 
@@ -561,7 +561,7 @@ async def test_a_rollout_that_comes_back_for_weights_of_an_actor_that_died_too_i
             raise Unavailable("the holder cannot be reached")
 
     rollout.hooks |= {"generate": generate, "prepare_weights": fetch}
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(50):
         assert await outcome(controller, fakes) == undisturbed
     await asyncio.gather(*restarting)
 

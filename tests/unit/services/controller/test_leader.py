@@ -61,14 +61,15 @@ class Frozen:
 
 
 async def test_a_lease_that_is_given_back_is_free_at_once(store: Any) -> None:
-    first, second = Leadership(store, "a", ttl=60), Leadership(store, "b", ttl=0.1)
+    first, second = Leadership(store, "a", ttl=60), Leadership(store, "b", ttl=60)
     async with second.sought():
         await second.gained.wait()
         async with first.sought():
             await asyncio.sleep(0.2)
             assert (first.leads, second.leads) == (False, True)
     async with first.sought():
-        async with asyncio.timeout(1):
+        # The first one would try again after 20 s.
+        async with asyncio.timeout(10):
             await first.gained.wait()
         assert await first.confirm()
 
