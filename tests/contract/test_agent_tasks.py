@@ -81,7 +81,7 @@ async def configure(role, config):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(config, tmp_path_factory):
-    options = {"redis_url": STORE, "threads": 1, "lease_ttl": 1.5, "data_dir": tmp_path_factory.mktemp("data")}
+    options = {"redis_url": STORE, "threads": 1, "lease_ttl": 3, "data_dir": tmp_path_factory.mktemp("data")}
     async with (
         fake_role(build, RolloutSettings, replica="r0", **options) as first,
         fake_role(build, RolloutSettings, replica="r1", **options) as second,
@@ -93,7 +93,7 @@ async def pool(config, tmp_path_factory):
             gateway(STORE) as base,
             httpx.AsyncClient(base_url=base, headers={"authorization": f"Bearer {TOKEN}"}, timeout=60) as http,
         ):
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while (await http.get("/v1/models")).status_code != 200:  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
             yield Pool({"r0": first, "r1": second}, http)
@@ -257,7 +257,7 @@ async def test_rewritten_history_makes_several_rows_of_one_group(tmp_path, confi
             pool = Pool({"r0": role}, http)
             making = asyncio.create_task(pool.generate("r0", 1, [0]))
             for _ in range(N):
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(60):
                     while not (session := await claim(pool, 1.0)):
                         pass
                 messages = list(session["task"]["prompt"])

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from dataclasses import dataclass
 
 import httpx
@@ -252,14 +253,15 @@ async def test_a_caller_that_leaves_frees_its_slot(served, monkeypatch):
     asked = served.client.completions.create(model="policy", prompt=PROMPT, max_tokens=100, n=50, timeout=0.2)
     with pytest.raises(openai.APITimeoutError):
         await asked
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while backend._decoder.busy:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
 async def test_a_full_replica_says_so(served, monkeypatch):
     monkeypatch.setattr(app_module, "MAX_JOBS", 1)
-    asked = {"model": "policy", "prompt": PROMPT, "max_tokens": 60}
+    # Long enough for the others to come while the first one is answered.
+    asked = {"model": "policy", "prompt": PROMPT, "max_tokens": 120, "extra_body": {"min_tokens": 120}}
     outcomes = await asyncio.gather(
         *(served.client.completions.create(**asked) for _ in range(4)), return_exceptions=True
     )
@@ -268,7 +270,7 @@ async def test_a_full_replica_says_so(served, monkeypatch):
     assert (await served.client.completions.create(**asked)).choices
 
 
-async def test_weights_change_in_the_middle_of_an_answer(config, model):
+async def test_weights_change_in_the_middle_of_an_answer(config, model, monkeypatch):
     async with (
         served_rollout("memory://openai-sync", config) as (served, base),
         _actor() as actor,
@@ -276,6 +278,9 @@ async def test_weights_change_in_the_middle_of_an_answer(config, model):
     ):
         ref = actor.publish(1, _weights(model), run="r")
         await _prepare(served, ref)
+        # Slow enough for the commit to come before its end.
+        decoder = served.parts.backend._backend._decoder
+        monkeypatch.setattr(decoder, "step", lambda step=decoder.step: time.sleep(0.03) or step())
         seen = []
         stream = await client.completions.create(
             model="policy", prompt=PROMPT, max_tokens=100, stream=True, seed=2, extra_body={"min_tokens": 100}
@@ -283,7 +288,7 @@ async def test_weights_change_in_the_middle_of_an_answer(config, model):
         async for event in stream:
             if not seen:
                 # Served between two pieces of the row: it waits for no more than one.
-                await asyncio.wait_for(_commit(served, 1, ref.digest), 10)
+                await asyncio.wait_for(_commit(served, 1, ref.digest), 30)
             seen += [version for version, count in event.choices[0].weight_versions for _ in range(count)]
         assert len(seen) == 100
         assert seen == sorted(seen)

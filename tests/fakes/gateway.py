@@ -19,10 +19,10 @@ async def gateway(store: str, token: str = TOKEN) -> AsyncIterator[str]:
     )
     started, stop = asyncio.Event(), asyncio.Event()
     task = asyncio.create_task(run_gateway(settings, started=started, stop=stop))
-    await asyncio.wait_for(started.wait(), 20)
+    await asyncio.wait_for(started.wait(), 60)
     [entry] = await list_replicas(open_store(store), "gateway")
     try:
         yield f"http://{entry.facts['openai']}"
     finally:
         stop.set()
-        assert await asyncio.wait_for(task, 20) == 0
+        assert await asyncio.wait_for(task, 60) == 0

@@ -109,7 +109,7 @@ async def fake_role(
         serve_role(settings_type.model_validate({**values, **settings}), remember, started=started, stop=stop)
     )
     waiting = asyncio.create_task(started.wait())
-    await asyncio.wait([served, waiting], timeout=30, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([served, waiting], timeout=60, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     if not started.is_set():
         raise RuntimeError(f"the role did not start: {served.result() if served.done() else 'timeout'}")
@@ -119,7 +119,7 @@ async def fake_role(
     finally:
         await connections.close()
         stop.set()
-        await asyncio.wait_for(served, 30)
+        await asyncio.wait_for(served, 60)
         data.cleanup()
 
 
