@@ -34,7 +34,7 @@ def test_standing(late: float, errors: int, wanted: str) -> None:
     assert standing(late, 9.0, errors) == wanted
 
 
-async def _until(condition, seconds=10.0):
+async def _until(condition, seconds=60.0):
     """A condition may be a coroutine function."""
     async with asyncio.timeout(seconds):
         while not (await found if asyncio.iscoroutine(found := condition()) else found):  # noqa: ASYNC110
@@ -52,9 +52,10 @@ async def test_an_engine_at_work_is_not_dead_however_long_its_queue_is(monkeypat
     async def on_dead() -> None:
         deaths.append(time.monotonic())
 
-    watch = EngineWatch(probe, lambda: beats[0], 1.5)
+    watch = EngineWatch(probe, lambda: beats[0], 4.5)
     task = asyncio.create_task(watch.run(on_dead))
-    for _ in range(30):
+    until = time.monotonic() + 2
+    while time.monotonic() < until:
         beats[0] += 1
         await asyncio.sleep(0.02)
     assert (watch.state, watch.fault, deaths) == ("", "", [])
@@ -63,7 +64,7 @@ async def test_an_engine_at_work_is_not_dead_however_long_its_queue_is(monkeypat
     assert "has made no token" in watch.fault
     with pytest.raises(FailedPrecondition, match="has made no token"):
         await watch.unless_dead(asyncio.sleep(60))
-    assert 1.2 < deaths[0] - last_beat < 8
+    assert 4.2 < deaths[0] - last_beat < 30
     answers.set()
     await _until(lambda: watch.state == "")
     assert await watch.unless_dead(asyncio.sleep(0, "done")) == "done"
@@ -102,15 +103,15 @@ async def test_an_engine_that_stands_still_over_new_weights_is_dead_when_their_b
         deaths.set()
         await asyncio.Event().wait()
 
-    watch = EngineWatch(probe, lambda: beats[0], 0.2)
-    assert watch.for_weights(2000) == pytest.approx(2.6)
+    watch = EngineWatch(probe, lambda: beats[0], 0.8)
+    assert watch.for_weights(500) == pytest.approx(2.9)
     task = asyncio.create_task(watch.run(on_dead))
     await _until(lambda: asked[0] > 2)
-    with watch.excused(watch.for_weights(2000)):
+    with watch.excused(watch.for_weights(500)):
         # One that was asked before may still answer.
         await asyncio.sleep(0.05)
         before, started = asked[0], time.monotonic()
-        while time.monotonic() - started < 3.2:
+        while time.monotonic() - started < 3.5:
             beats[0] += 1
             await asyncio.sleep(0.02)
         assert (asked[0], deaths.is_set()) == (before, False)
@@ -118,7 +119,7 @@ async def test_an_engine_that_stands_still_over_new_weights_is_dead_when_their_b
         with pytest.raises(FailedPrecondition, match=r"stood still for .* over new weights"):
             await watch.unless_dead(asyncio.sleep(60))
         assert time.monotonic() - still > 2.0
-    await asyncio.wait_for(deaths.wait(), 10)
+    await asyncio.wait_for(deaths.wait(), 60)
     task.cancel()
 
 
@@ -153,14 +154,14 @@ def _operation(name, step=1, part="0"):
 async def test_a_decoder_thread_that_hangs(tmp_path, monkeypatch, frees):
     """Rows are given back within the deadline. If the thread comes back, the replica can be configured anew."""
     monkeypatch.setattr(health, "PERIOD_SECONDS", 0.1)
-    monkeypatch.setattr(beside_module, "RELEASE_SECONDS", 20 if frees else 0.5)
+    monkeypatch.setattr(beside_module, "RELEASE_SECONDS", 60 if frees else 0.5)
     ended, hangs = [], threading.Event()
     monkeypatch.setattr(beside_module, "_end_process", lambda: ended.append(True))
     data = tmp_path / "d.jsonl"
     data.write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1="}], "data_source": "s"}) + "\n")
     config = dump_config(rollout_config(write_tiny_llama(tmp_path / "m"), "rollout.max_tokens=64", data=str(data)))
     url = f"memory://watch-{frees}"
-    async with fake_role(build, RolloutSettings, redis_url=url, threads=1, probe_deadline=1.0) as served:
+    async with fake_role(build, RolloutSettings, redis_url=url, threads=1, probe_deadline=3.0) as served:
         request = role_pb2.ConfigureRequest(operation=_operation("configure", 0), config_json=config)
         await call(served.role.Configure, request, timeout=60)
         generate = rollout_pb2.GenerateRequest(
@@ -172,7 +173,7 @@ async def test_a_decoder_thread_that_hangs(tmp_path, monkeypatch, frees):
         real = decoder.step
 
         def step():
-            hangs.wait(30)
+            hangs.wait(100)
             return real()
 
         decoder.step = step
@@ -184,7 +185,7 @@ async def test_a_decoder_thread_that_hangs(tmp_path, monkeypatch, frees):
         started = time.monotonic()
         with pytest.raises(FailedPrecondition, match="has made no token"):
             await call(stub.Generate, again, timeout=60)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
         assert not await asyncio.to_thread(serving, served.endpoint)
         standing = await call(served.role.Describe, role_pb2.DescribeRequest(), timeout=5)
         assert standing.run == ""
