@@ -64,8 +64,15 @@ def root_of(config: RunConfig, run: str, directory: Path) -> Place:
 
 
 def directories(root: Place) -> list[Place]:
-    """The checkpoints under `root` that were written to their end, the newest first."""
-    numbered = [(step, name) for name in root.children() if (step := step_of(name)) is not None]
+    """The checkpoints under `root` that were written to their end, the newest first.
+
+    Raises:
+        Unavailable: it can't be read now.
+    """
+    try:
+        numbered = [(step, name) for name in root.children() if (step := step_of(name)) is not None]
+    except OSError as error:
+        raise Unavailable(f"{root} can't be read: {error}") from error
     return [root / name for _, name in sorted(numbered, reverse=True) if is_complete(root / name)]
 
 
@@ -85,8 +92,15 @@ def step_of(name: str) -> int | None:
 
 
 def is_complete(directory: Place) -> bool:
-    """Whether the directory is a whole checkpoint."""
-    return (directory / MANIFEST).exists()
+    """Whether the directory is a whole checkpoint.
+
+    Raises:
+        Unavailable: it can't be read now.
+    """
+    try:
+        return (directory / MANIFEST).exists()
+    except OSError as error:
+        raise Unavailable(f"{directory / MANIFEST} can't be read: {error}") from error
 
 
 async def stage(session: Session, dispatcher: Dispatcher, position: Position, attempt: int) -> float:
@@ -124,7 +138,7 @@ async def save(
         # The directory may be the present leader's by now.
         raise
     except Exception:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, Unavailable):
             if not await asyncio.to_thread(is_complete, directory):
                 await asyncio.to_thread(directory.remove)
         raise

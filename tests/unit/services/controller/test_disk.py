@@ -12,6 +12,7 @@ import pytest
 from services.controller import journal as journal_module
 from services.controller.journal import CannotWrite, append_line
 from services.controller.summary import Summary
+from shared.places import Local
 from shared.rpc.errors import FailedPrecondition, InvalidArgument, Unavailable
 from tests.fakes.sextet import FakeSextet
 from tests.unit.services.controller.conftest import ALL, Controller, failing
@@ -192,3 +193,40 @@ async def test_a_checkpoint_at_the_end_leaves_nothing_to_play(fakes: FakeSextet,
 def test_a_run_without_steps_has_a_summary(tmp_path: Path) -> None:
     Summary(tmp_path).write()
     assert '"steps": 0' in (tmp_path / "summary.json").read_text()
+
+
+@pytest.mark.parametrize("at", ["a save", "the recovery"])
+async def test_checkpoints_that_cannot_be_looked_at_for_a_moment_cost_no_run(
+    fakes: FakeSextet, controller: Controller, undisturbed: Any, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """As a store of checkpoints that does not answer: the run ended of OSError, though a read that failed is no end."""
+    await fakes.start(*ALL)
+    actor, children, left, restarting = fakes["actor-0"], Local.children, [0], []
+
+    def look(place: Local) -> list[str]:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return children(place)
+
+    async def restart() -> None:
+        await actor.kill()
+        left[0] = 1
+        await actor.start()
+
+    async def update(request: Any) -> None:
+        if request.operation.id.step == 3 and not restarting:
+            await controller.until((controller.root / "r" / "checkpoints" / "step_2" / "run.json").exists)
+            restarting.append(asyncio.create_task(restart()))
+            await asyncio.sleep(60)
+
+    async def checkpoint(request: Any) -> None:
+        # Twice to remove what is old, then to see what is there.
+        left[0] = 3
+
+    monkeypatch.setattr(Local, "children", look)
+    actor.hooks |= {"update": update} if at == "the recovery" else {"checkpoint": checkpoint}
+    assert await outcome(controller, fakes) == undisturbed
+    await asyncio.gather(*restarting)
+    warnings = [message for kind, _, message in await controller.events("r") if kind == "warning"]
+    assert any("can't be read: [Errno 5]" in message for message in warnings)
