@@ -245,7 +245,7 @@ async def test_two_ranks_train_as_one_process_and_end_as_one(
         with pytest.raises(Unavailable):
             await client.act("Update", actor_pb2.ActorServiceUpdateRequest, "late", inputs=client.put(batch))
         assert started.process.wait(60) == 5
-        assert time.monotonic() - began < 20, "long before the 60 s that a silent rank is given"
+        assert time.monotonic() - began < 45, "long before the 60 s that a silent rank is given"
         assert "rank 0: the group ends: " in started.errors.read_text()
 
 

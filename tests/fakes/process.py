@@ -1,4 +1,4 @@
-"""A fake role as a real process, for tests that send signals."""
+"""A fake role as a real process, for tests that send signals; and what still lives of what a test has started."""
 
 import contextlib
 import json
@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+import psutil
 
 from tests.fakes.role import TOKEN
 
@@ -21,6 +23,21 @@ class RoleProcess:
     @property
     def port(self) -> int:
         return int(self.endpoint.rpartition(":")[2])
+
+
+def alive_with(variable: str, value: str) -> list[str]:
+    """Command lines of the processes of this machine that were started with that in their environment and still live.
+
+    Tests run in several processes at once: a command alone does not tell whose it is.
+    """
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(variable) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            pass
+    return found
 
 
 def start_role(*flags: str, **environ: str) -> "subprocess.Popen[str]":

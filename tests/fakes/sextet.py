@@ -5,6 +5,7 @@ hash have applied the same updates, each once, in the same order.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import secrets
@@ -48,6 +49,7 @@ from shared.rpc.settings import ServiceSettings
 from shared.seeds import derive_seed
 from shared.state import StateStore
 from shared.state.registry import Registration
+from tests.fakes.ports import kept_port
 
 TOKEN = "token-of-the-tests-0123456789"
 LEASE = 0.9
@@ -101,7 +103,8 @@ class FakeRole:
         self.facts: dict[str, str] = {}
         self.offers: tuple[str, ...] = ()
         self._state = store
-        self._port = 0
+        self._kept = contextlib.ExitStack()
+        self._port = self._kept.enter_context(kept_port())
 
     async def start(self) -> "FakeRole":
         """Starts, or starts again on the same port as a new process would."""
@@ -118,7 +121,7 @@ class FakeRole:
         batch_pb2_grpc.add_DataServiceServicer_to_server(DataServicer(self.store), self.server)
         for add in SERVICES[self.role]:
             add(self, self.server)
-        self._port = self.server.add_insecure_port(f"127.0.0.1:{self._port}")
+        self.server.add_insecure_port(f"127.0.0.1:{self._port}")
         await self.server.start()
         self.endpoint = self.store.endpoint = f"127.0.0.1:{self._port}"
         self.registration = Registration(
@@ -146,6 +149,9 @@ class FakeRole:
         if self.alive:
             await self.registration.stop()
             await self.kill()
+
+    def give_port_back(self) -> None:
+        self._kept.close()
 
     # What every backend has.
 
@@ -424,3 +430,4 @@ class FakeSextet:
     async def close(self) -> None:
         for replica in self.replicas.values():
             await replica.stop()
+            replica.give_port_back()

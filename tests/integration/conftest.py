@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from sextet.client import Client
 from sextet.endpoint import read_state
+from tests.fakes.process import alive_with
 from tests.fakes.tiny import write_tiny_llama
 
 REWARD = (
@@ -63,14 +63,7 @@ class Home:
 
     def leftovers(self) -> list[str]:
         """Command lines of processes that were started from here and still live."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("SEXTET_TEST_MARK") == self.mark and process.status() != "zombie":
-                    found.append(" ".join(process.cmdline()))
-            except psutil.Error:
-                pass
-        return found
+        return alive_with("SEXTET_TEST_MARK", self.mark)
 
     def client(self) -> Client:
         """A client of the services that are up here."""

@@ -103,13 +103,13 @@ async def service(tmp_path) -> AsyncIterator[str]:
     command = [sys.executable, "-m", "services.reward", "--metrics-port", "-1", "--data-dir", str(tmp_path)]
     try:
         with running(command, cwd=ROOT, env=environment) as process:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(90):
                 while not (replicas := await list_replicas(state, "reward")):
                     assert process.poll() is None
                     await asyncio.sleep(0.05)
             yield replicas[0].endpoint
             process.terminate()
-            assert await asyncio.to_thread(process.wait, 20) == 0
+            assert await asyncio.to_thread(process.wait, 60) == 0
     finally:
         await state.close()
         redis.stop()

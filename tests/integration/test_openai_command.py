@@ -3,16 +3,17 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from shared.state import embedded
+from tests.fakes.ports import kept_port
 
 TOKEN = "token-of-the-tests-0123456789"
 
@@ -30,13 +31,17 @@ def start(directory: Path, port: int, **environ: str) -> subprocess.Popen[str]:
     )
 
 
-def test_it_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
+@pytest.fixture
+def port() -> Iterator[int]:
+    with kept_port() as port:
+        yield port
+
+
+def test_it_serves_until_it_is_told_to_stop(tmp_path: Path, port: int) -> None:
     server = embedded.start_redis(tmp_path / "redis")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     process = start(tmp_path, port, SEXTET_REDIS_URL=server.url)
     try:
-        until, answer = time.monotonic() + 30, None
+        until, answer = time.monotonic() + 90, None
         while answer is None and time.monotonic() < until:
             try:
                 answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers={"authorization": f"Bearer {TOKEN}"})
