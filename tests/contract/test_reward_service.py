@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import math
+import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
-import psutil
 import pytest
 from pydantic import SecretStr
 
@@ -41,6 +41,7 @@ from shared.rpc.errors import (
 from shared.rpc.interceptors import Guard
 from shared.rpc.options import SERVER_OPTIONS
 from shared.rpc.run import serve_role
+from tests.fakes.process import alive_with
 from tests.fakes.reward import function_config
 
 TOKEN = "secret"
@@ -110,7 +111,7 @@ async def reward_service(**changes: Any) -> AsyncIterator[tuple[str, asyncio.Eve
         return build(context)
 
     task = asyncio.create_task(serve_role(settings, remember, started=started, stop=stop))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await started.wait()
     try:
         yield built[0].store.endpoint, stop, task
@@ -223,20 +224,24 @@ async def test_missing_columns_and_lost_blocks_are_named(service):
         await service.score(lost, part="2")
 
 
-async def test_a_hanging_grader_does_not_outlive_the_service(tmp_path):
+async def test_a_hanging_grader_does_not_outlive_the_service(tmp_path, monkeypatch):
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv("TEST_MARK", mark)
     connections = Connections(TOKEN)
     served = reward_service(data_dir=tmp_path, drain_timeout=0.5)
     async with served as (endpoint, stop, task), holder(connections) as samples:
         service = Service(samples, connections, endpoint)
         await service.configure(function_config("misbehave", timeout=300.0))
         attempt = asyncio.create_task(service.score(service.reference(["orphan_hang"])))
-        await asyncio.sleep(0.5)
+        async with asyncio.timeout(60):
+            while "sleep 977" not in alive_with("TEST_MARK", mark):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         stop.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             assert (await task)[0] == 0
         with pytest.raises(SextetError):
             await attempt
     await connections.close()
-    async with asyncio.timeout(10):
-        while any("977" in (one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])):  # noqa: ASYNC110
+    async with asyncio.timeout(30):
+        while alive_with("TEST_MARK", mark):  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -23,7 +23,12 @@ def items(*responses: str) -> list[Item]:
 
 
 def reward_config(**reward: Any) -> RunConfig:
-    tree = {"model": {"path": "none"}, "data": {"path": "none"}, "total_steps": 1, "reward": {"timeout": 1.0, **reward}}
+    tree = {
+        "model": {"path": "none"},
+        "data": {"path": "none"},
+        "total_steps": 1,
+        "reward": {"timeout": 10.0, **reward},
+    }
     return load_config(tree)
 
 

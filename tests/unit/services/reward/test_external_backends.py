@@ -14,6 +14,7 @@ from services.reward.external import ExternalBackend, chunks
 from shared.gen.sextet.v1 import reward_pb2
 from shared.rpc.errors import FailedPrecondition, Unavailable
 from tests.fakes.grader_servers import Answer, exact, grpc_grader, http_grader
+from tests.fakes.ports import kept_port
 from tests.fakes.reward import item, items, reward_config
 
 START = {"grpc": grpc_grader, "http": http_grader}
@@ -68,14 +69,13 @@ async def test_an_endpoint_that_stays_away_is_unavailable_after_bounded_attempts
 
 @BOTH
 async def test_nobody_listening_is_unavailable_and_soon(kind):
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{unused.getsockname()[1]}"
-    config = reward_config(backend=kind, endpoint=address if kind == "grpc" else f"http://{address}")
-    start = time.monotonic()
-    with pytest.raises(Unavailable, match=r"reward\.endpoint=.*" + address):
-        await make_backend(config, 0).open(config)
-    assert time.monotonic() - start < 6
+    with kept_port() as port:
+        address = f"127.0.0.1:{port}"
+        config = reward_config(backend=kind, endpoint=address if kind == "grpc" else f"http://{address}")
+        start = time.monotonic()
+        with pytest.raises(Unavailable, match=r"reward\.endpoint=.*" + address):
+            await make_backend(config, 0).open(config)
+    assert time.monotonic() - start < 20
 
 
 @BOTH
@@ -88,7 +88,7 @@ async def test_a_black_hole_is_unavailable_within_its_timeouts(kind):
         start = time.monotonic()
         with pytest.raises(Unavailable, match=r"reward\.endpoint"):
             await make_backend(config, 0).open(config)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
 
 
 @BOTH
@@ -98,10 +98,10 @@ async def test_a_hanging_item_costs_only_itself(kind):
             raise Answer(UNAVAILABLE[kind], seconds=30)
         return exact(pairs)
 
-    async with opened(kind, script, timeout=0.3) as backend:
+    async with opened(kind, script, timeout=1.5) as backend:
         grades = await backend.score("r", items("a", "slow", "a"))
     assert [grade.kind for grade in grades] == ["", "timeout", ""]
-    assert "reward.timeout=0.3 s" in grades[1].error
+    assert "reward.timeout=1.5 s" in grades[1].error
 
 
 @BOTH
@@ -113,11 +113,11 @@ async def test_an_endpoint_that_froze_is_unavailable_without_a_timeout_per_item(
             raise Answer(UNAVAILABLE[kind], seconds=30)
         return exact(pairs)
 
-    async with opened(kind, script, timeout=0.3) as backend:
+    async with opened(kind, script, timeout=1.5) as backend:
         frozen, start = True, time.monotonic()
         with pytest.raises(Unavailable):
             await backend.score("r", items(*["a"] * 60))
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 20
 
 
 @BOTH

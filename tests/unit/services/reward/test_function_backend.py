@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from services.reward.backends.function import FunctionBackend
 from shared.rpc.errors import FailedPrecondition
+from tests.fakes.process import alive_with
 from tests.fakes.reward import GRADERS, function_config, item, items, reward_config
 
 BAD = {
@@ -39,7 +41,7 @@ async def opened(name: str, memory_bytes: int = 2 << 30, **reward: Any) -> Async
 @pytest.mark.parametrize("name", ["misbehave", "misbehave_in_batches"])
 async def test_misbehaviour_costs_its_sample_only(name):
     responses = [text for pair in zip(BAD, [*GOOD] * 4, strict=False) for text in pair]
-    async with opened(name, workers=4, timeout=0.5) as backend:
+    async with opened(name, workers=4, timeout=2.0) as backend:
         grades = await backend.score("r", items(*responses))
     for response, grade in zip(responses, grades, strict=True):
         assert grade.kind == BAD.get(response, ""), (response, grade)
@@ -49,17 +51,17 @@ async def test_misbehaviour_costs_its_sample_only(name):
     assert "RuntimeError: no grade for you" in grades[responses.index("raise")].error
     assert "exit code 7" in grades[responses.index("exit")].error
     assert "SIGSEGV" in grades[responses.index("segfault")].error
-    assert "reward.timeout=0.5 s" in grades[responses.index("hang")].error
+    assert "reward.timeout=2 s" in grades[responses.index("hang")].error
     assert "MemoryError" in grades[responses.index("memory")].error
 
 
-async def test_nothing_is_left_after_close():
-    before = {process.pid for process in psutil.process_iter()}
+async def test_nothing_is_left_after_close(monkeypatch):
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv("TEST_MARK", mark)
     async with opened("misbehave", workers=2, timeout=0.5) as backend:
+        assert alive_with("TEST_MARK", mark)
         await backend.score("r", items("fork", "orphan_hang", "fine", "hang"))
-    await asyncio.sleep(0.1)
-    left = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
-    assert not [p.info["cmdline"] for p in left if "services.reward.grader" in str(p.info) or "977" in str(p.info)]
+    await _eventually(lambda: not alive_with("TEST_MARK", mark))
 
 
 async def test_a_dead_grader_is_replaced():
@@ -108,18 +110,18 @@ async def test_an_unusable_function_fails_open_and_leaves_no_process():
 
 
 async def test_an_import_that_hangs_or_dies_is_a_message(tmp_path, monkeypatch):
-    monkeypatch.setattr("services.reward.child.START_SECONDS", 1.0)
-    for text, says in [
-        ("import time; time.sleep(60)", "import takes more than 1 s"),
-        ("import os; os._exit(5)", "exit code 5"),
+    for text, seconds, says in [
+        ("import time; time.sleep(60)", 1.0, "import takes more than 1 s"),
+        ("import os; os._exit(5)", 60.0, "exit code 5"),
     ]:
+        monkeypatch.setattr("services.reward.child.START_SECONDS", seconds)
         (tmp_path / "broken.py").write_text(text)
         with pytest.raises(FailedPrecondition, match=says):
             await FunctionBackend(0).open(reward_config(function=f"{tmp_path}/broken.py:f"))
 
 
 async def test_a_cancelled_call_does_not_answer_the_next_one():
-    async with opened("misbehave", timeout=5.0) as backend:
+    async with opened("misbehave", timeout=20.0) as backend:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
                 await backend.score("r", items("hang"))
@@ -164,7 +166,7 @@ def _alive(number: int) -> bool:
         return False
 
 
-async def _eventually(condition: Any, seconds: float = 10.0) -> Any:
+async def _eventually(condition: Any, seconds: float = 60.0) -> Any:
     until = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < until, "did not happen in time"
@@ -173,10 +175,10 @@ async def _eventually(condition: Any, seconds: float = 10.0) -> Any:
 
 
 async def test_graders_are_limited_in_memory_and_processor_time():
-    async with opened("limits", memory_bytes=3 << 30, timeout=2.0) as backend:
+    async with opened("limits", memory_bytes=3 << 30, timeout=10.0) as backend:
         [grade] = await backend.score("r", items("a"))
     assert (grade.parts["AS"], grade.parts["CORE"]) == (3 << 30, 0)
-    assert 2 <= grade.parts["CPU"] <= 2 * (os.cpu_count() or 1) + 4
+    assert 10 <= grade.parts["CPU"] <= 10 * (os.cpu_count() or 1) + 4
 
 
 async def test_a_grader_runs_alone_in_its_group_and_session():
