@@ -37,6 +37,8 @@ class Pool:
         self._prepare: Prepare | None = None
         self._policy = RecoveryConfig()
         self._waiting = 0
+        # One that was ready for the run was lost, and may come back.
+        self._missed = False
         self.speeds = Speeds()
 
     @property
@@ -66,16 +68,22 @@ class Pool:
 
         Raises:
             RoleMissing: not enough within `timeout` seconds; says what to start.
-            Refused: a replica refused the run's configuration and too few others are ready.
+            Refused: a replica refused the run's configuration and too few others are ready; once one that was ready
+                has been lost, only after `timeout`, too.
         """
+
+        def ended() -> bool:
+            return len(self.ready()) >= count or bool(self._refused() and not self._missed)
+
         clock = asyncio.get_running_loop().time
         started = clock()
-        while not await self._changes_to(lambda: len(self.ready()) >= count or bool(self._refused()), timeout):
+        while not await self._changes_to(ended, timeout):
             loading = any(member.phase is Phase.LOADING and not member.trouble for member in self.members)
             if not loading or clock() - started > self._policy.call_timeout:
-                raise RoleMissing(self._missing(count, clock() - started))
+                break
         if len(self.ready()) < count:
-            raise self._refused()[0].refusal or RoleMissing(self._missing(count, timeout))
+            refusal = next((member.refusal for member in self._refused()), None)
+            raise refusal or RoleMissing(self._missing(count, clock() - started))
         return self.ready()
 
     async def named(self, replica: str, timeout: float) -> Member | None:
@@ -113,7 +121,7 @@ class Pool:
     async def assign(self, prepare: Prepare, policy: RecoveryConfig) -> None:
         """From now on members are prepared with `prepare`; all that are there begin anew."""
         await self.unassign()
-        self._prepare, self._policy = prepare, policy
+        self._prepare, self._policy, self._missed = prepare, policy, False
         for member in self.members:
             self._tend(member)
 
@@ -159,6 +167,7 @@ class Pool:
         if sign := sign_of(member.info.state):
             member.note(sign)
         lost = member.health in (Health.DEAD, Health.RESTARTING)
+        self._missed |= lost and member.phase is Phase.READY
         if lost and member.phase is Phase.READY and member.info.state != "dead":
             member.phase, member.weights = Phase.NEW, ""
             member.note(Sign.BACK)
@@ -175,6 +184,7 @@ class Pool:
     async def lose(self, member: Member) -> None:
         """Drops a dead member: its running calls end with ReplicaLost."""
         member.note(Sign.LOST)
+        self._missed |= member.phase is Phase.READY
         self.speeds.forget(member.info.replica)
         member.gone.set()
         if task := self._tasks.pop(member, None):

@@ -3,8 +3,9 @@
 import asyncio
 from typing import Any
 
+from services.controller.replica import Phase
 from shared.rpc.errors import Internal
-from tests.fakes.sextet import FakeSextet
+from tests.fakes.sextet import FakeRole, FakeSextet
 from tests.unit.services.controller.conftest import ALL, Controller
 
 
@@ -78,3 +79,32 @@ async def test_a_sampling_beside_one_that_failed_does_not_outlive_the_step(
     record = await controller.over("r")
     assert (record.state, record.reason) == ("done", "")
     assert loads == [0]
+
+
+async def test_a_rollout_that_refuses_the_run_does_not_end_it_while_a_lost_one_comes_back(
+    fakes: FakeSextet, controller: Controller
+) -> None:
+    """Its refusal was raised at once for the rows that the only ready one had lost."""
+    await fakes.start(*ALL)
+    rollout, restarting = fakes["rollout-0"], []
+
+    async def restart() -> None:
+        await rollout.kill()
+        await asyncio.sleep(0.3)
+        await rollout.start()
+
+    async def generate(request: Any) -> None:
+        if request.operation.id.step == 2 and not restarting:
+            other = fakes.replicas["rollout-1"] = FakeRole(fakes.store, "rollout", "rollout-1")
+            other.refuse_configure = "model.path='m' is not here"
+            await other.start()
+            pool = controller.cluster.pools["rollout"]
+            await controller.until(lambda: any(member.phase is Phase.REFUSED for member in pool.members))
+            restarting.append(asyncio.create_task(restart()))
+            await asyncio.sleep(60)
+
+    rollout.hooks["generate"] = generate
+    await controller.create("r")
+    record = await controller.over("r")
+    await asyncio.gather(*restarting)
+    assert (record.state, record.reason) == ("done", "")
