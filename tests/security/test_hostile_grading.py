@@ -124,9 +124,9 @@ async def test_a_function_that_evaluates_responses_is_bounded_and_the_next_row_i
         "stop": "__import__('os').kill(__import__('os').getpid(), 19)",
     }  # fmt: skip
     backend = FunctionBackend(1 << 30)
-    await backend.open(reward_config(function=f"{AUDITED}:foolish", timeout=1.0, workers=2))
+    await backend.open(reward_config(function=f"{AUDITED}:foolish", timeout=3.0, workers=2))
     try:
-        with bounded(40):
+        with bounded(100):
             grades = await backend.score("r", rows(texts))
     finally:
         await backend.close()

@@ -30,10 +30,10 @@ async def test_from_caller_to_rollout_by_certificates(tmp_path: Path) -> None:
     gateway = GatewaySettings.model_validate({**common, "http": "127.0.0.1:0"})
     up, stop = asyncio.Event(), asyncio.Event()
     first = asyncio.create_task(serve_role(rollout, build, started=up, stop=stop))
-    await asyncio.wait_for(up.wait(), 20)
+    await asyncio.wait_for(up.wait(), 60)
     up.clear()
     second = asyncio.create_task(run(gateway, started=up, stop=stop))
-    await asyncio.wait_for(up.wait(), 20)
+    await asyncio.wait_for(up.wait(), 60)
     [entry] = await list_replicas(open_store(STORE), "gateway")
     trusted = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
     # It asks the session's replica, which holds no run: the answer is the rollout's.
@@ -47,4 +47,4 @@ async def test_from_caller_to_rollout_by_certificates(tmp_path: Path) -> None:
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             await stranger.get(url)
     stop.set()
-    assert await asyncio.wait_for(asyncio.gather(first, second), 20) == [(0, True), 0]
+    assert await asyncio.wait_for(asyncio.gather(first, second), 60) == [(0, True), 0]
