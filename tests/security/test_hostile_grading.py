@@ -92,7 +92,7 @@ async def test_shipped_functions_execute_nothing(tmp_path: Path, listener: Any, 
     )
     await backend.open(config)
     try:
-        with bounded(60):
+        with bounded(100):
             grades = await backend.score("r", rows(texts, source_dataset="chain_sum"))
     finally:
         await backend.close()
@@ -175,7 +175,7 @@ async def test_shipped_servers_execute_nothing(tmp_path: Path, listener: Any, ki
         backend = make_backend(config, MEMORY)
         await backend.open(config)
         try:
-            with bounded(60):
+            with bounded(100):
                 grades = await backend.score("r", rows(texts))
         finally:
             await backend.close()
@@ -193,7 +193,7 @@ async def test_a_reward_model_executes_nothing(tmp_path: Path, listener: Any) ->
     backend = make_backend(config, MEMORY)
     await backend.open(config)
     try:
-        with bounded(60):
+        with bounded(100):
             grades = await backend.score("r", rows(texts))
     finally:
         await backend.close()

@@ -93,7 +93,7 @@ def test_on_loopback_the_users_token_is_made_and_kept(tmp_path: Path) -> None:
 
 def test_processes_that_start_together_agree_on_the_token(tmp_path: Path) -> None:
     with multiprocessing.get_context("fork").Pool(4) as pool:
-        tokens = {result.get(20) for result in [pool.apply_async(user_token) for _ in range(16)]}
+        tokens = {result.get(60) for result in [pool.apply_async(user_token) for _ in range(16)]}
     assert len(tokens) == 1
     assert [path.name for path in (tmp_path / ".sextet").iterdir()] == ["token"]
 
