@@ -48,15 +48,20 @@ class Gateway:
         """Sends a request to the best replica, to another one when that is gone or can't serve."""
         body, tried = await request.body(), set[str]()
         key, last = _key(body) or f"request {next(self._numbers)}", None
-        while len(tried) < ATTEMPTS and (replica := self._rollouts.choose(key, tried)):
-            tried.add(replica)
-            with contextlib.suppress(httpx.TransportError):
-                answer = await self._send(replica, self._rollouts.serving()[replica], request, body)
-                if last is not None:
-                    await self._end(*last)
-                last = replica, answer
-                if answer.status_code not in BUSY:
-                    break
+        try:
+            while len(tried) < ATTEMPTS and (replica := self._rollouts.choose(key, tried)):
+                tried.add(replica)
+                with contextlib.suppress(httpx.TransportError):
+                    answer = await self._send(replica, self._rollouts.serving()[replica], request, body)
+                    if last is not None:
+                        await self._end(*last)
+                    last = replica, answer
+                    if answer.status_code not in BUSY:
+                        break
+        except BaseException:
+            if last is not None:
+                await self._end(*last)
+            raise
         if last is None:
             return problem(NO_POLICY, 503)
         return self._pass_on(*last)
