@@ -282,7 +282,9 @@ class Operations:
                 entry.task = None
                 if entry.forgotten:
                     self._entries.pop(key, None)
-                    self.on_late_end(key.run, key.step)
+                    # Not of a state that was only lost: what was made with it before is still wanted.
+                    if key.step <= self._released.get(key.run, (-1, -1))[1]:
+                        self.on_late_end(key.run, key.step)
 
     async def _in_lane(self, lane: _Lane, key: Key, entry: _Entry[Any], work: Any, call: "_Call") -> Any:
         lane.members += 1
