@@ -7,10 +7,10 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -42,6 +42,7 @@ log = structlog.get_logger()
 CHECKPOINT_SECONDS = PROFILE_SECONDS = 3600.0
 LEADING_SECONDS = 5.0
 RETRY_SECONDS = 0.2
+T = TypeVar("T")
 _CURSOR = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 
 
@@ -71,6 +72,7 @@ class Runs:
         self._creating = asyncio.Lock()
         self._saving = asyncio.Lock()
         self._telling: set[str] = set()
+        self._changing: set[asyncio.Task[Any]] = set()
         self._loaded = asyncio.Event()
 
     @contextlib.asynccontextmanager
@@ -81,7 +83,7 @@ class Runs:
             yield
         finally:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.gather(task, *self._changing, return_exceptions=True)
 
     @property
     def active(self) -> str:
@@ -101,6 +103,9 @@ class Runs:
         await asyncio.to_thread(_check_start, config)
         content = json.loads(dump_config(config))
         id = _check_id(id) or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        return await self._to_its_end(self._make(id, config, content))
+
+    async def _make(self, id: str, config: RunConfig, content: dict[str, Any]) -> Record:
         async with self._creating:
             if known := self._records.known.get(id):
                 if known.config != content:
@@ -149,7 +154,7 @@ class Runs:
         """Pauses: at once when queued, after the step in progress when running."""
         record = await self.get(id)
         if record.state == "queued":
-            await self._enter(record, "paused")
+            await self._to_its_end(self._enter(record, "paused"))
         elif record.state == "running":
             if active := self._playing(record):
                 active.conductor.pausing.set()
@@ -162,17 +167,22 @@ class Runs:
         record = await self.get(id)
         if record.state in ("paused", "failed"):
             record.finished, record.queued = 0.0, time.time()
-            await self._enter(record, "queued")
-            self._wake.set()
+            await self._to_its_end(self._queue(record))
         elif active := self._playing(record):
             active.conductor.pausing.clear()
         elif record.state != "queued":
             raise FailedPrecondition(f"run {id!r} is {record.state}: only paused and failed ones can be resumed")
         return record
 
+    async def _queue(self, record: Record) -> None:
+        await self._enter(record, "queued")
+        self._wake.set()
+
     async def cancel(self, id: str) -> Record:
         """Ends a run now."""
-        record = await self.get(id)
+        # Who cuts off its creation, cancels it: it may be in the making.
+        async with self._creating:
+            record = await self.get(id)
         if record.state in ("done", "failed"):
             raise FailedPrecondition(f"run {id!r} is {record.state} already")
         if active := self._playing(record):
@@ -180,7 +190,7 @@ class Runs:
             active.task.cancel()
             await active.ended.wait()
         elif record.state != "cancelled":
-            await self._enter(record, "cancelled")
+            await self._to_its_end(self._enter(record, "cancelled"))
         return record
 
     async def checkpoint(self, id: str) -> tuple[str, int]:
@@ -206,6 +216,13 @@ class Runs:
                 return await active.conductor.profile(role, steps)
         except TimeoutError:
             raise DeadlineExceeded(f"run {id!r} did not do {steps} steps within {PROFILE_SECONDS:g} s") from None
+
+    async def _to_its_end(self, change: Coroutine[Any, Any, T]) -> T:
+        """Makes a change though who asked for it goes away: half of it would be known on disk only, or only here."""
+        task = asyncio.create_task(change)
+        self._changing.add(task)
+        task.add_done_callback(self._changing.discard)
+        return await asyncio.shield(task)
 
     def _playing(self, record: Record) -> Active | None:
         return self._active if self._active and self._active.record is record else None
