@@ -33,6 +33,8 @@ SLOW_SECONDS = 3700.0
 WATCH_SECONDS = 600.0
 RETRY_SECONDS = 60.0
 """How long a controller may be away while a run is watched."""
+THERE_SECONDS = 30.0
+"""A stream that lasted so long had a controller, though nothing happened: no attempt without one takes half of it."""
 
 
 class AsyncClient:
@@ -89,6 +91,7 @@ class AsyncClient:
         """A run's events after a cursor, until it is over; goes on where it was when the controller comes back."""
         lost_at = None
         while True:
+            began = time.monotonic()
             try:
                 request = pb.WatchRunRequest(id=id, after=after)
                 async for response in stream(self._stub.WatchRun, request, timeout=WATCH_SECONDS):
@@ -99,7 +102,8 @@ class AsyncClient:
                 continue
             except Unavailable:
                 self.when_unavailable()
-                lost_at = lost_at or time.monotonic()
+                if lost_at is None or time.monotonic() - began > THERE_SECONDS:
+                    lost_at = time.monotonic()
                 if time.monotonic() - lost_at > RETRY_SECONDS:
                     raise
                 await asyncio.sleep(0.5)
