@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -269,7 +270,9 @@ def _controllers(url: str) -> list[Replica]:
             await store.close()
 
     try:
-        return asyncio.run(listed())
+        # In a thread of its own: a notebook's runs an event loop already.
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, listed()).result()
     except SextetError:
         # The controller itself says so, in its log and with its exit code.
         return []
