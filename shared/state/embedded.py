@@ -91,9 +91,10 @@ def start_redis(directory: str | Path, port: int = 0) -> EmbeddedRedis:
         )
         try:
             _wait_until_up(server, home)
-        except RuntimeError:
+        except BaseException as error:
+            # Ctrl-C, too: nobody would know of it, and the next one would write to the same file.
             server.stop()
-            if attempt == attempts - 1:
+            if not isinstance(error, RuntimeError) or attempt == attempts - 1:
                 raise
         else:
             return server

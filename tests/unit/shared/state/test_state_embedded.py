@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from shared.rpc import errors
-from shared.state import open_store
+from shared.state import embedded, open_store
 from shared.state.embedded import server_binary, start_redis
 from tests.fakes.ports import kept_port
 
@@ -55,6 +55,21 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         port = other.getsockname()[1]
         with pytest.raises(RuntimeError, match=f"port {port}"):
             start_redis(tmp_path, port=port)
+
+
+def test_ctrl_c_while_it_starts_leaves_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook the process lives on, and with it a server that the next one would share its file with."""
+    started: list[embedded.EmbeddedRedis] = []
+
+    def interrupted(server: embedded.EmbeddedRedis, home: Path) -> None:
+        started.append(server)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(embedded, "_wait_until_up", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start_redis(tmp_path)
+    [server] = started
+    assert server.process.poll() is not None
 
 
 def test_it_dies_with_its_parent(tmp_path: Path) -> None:
