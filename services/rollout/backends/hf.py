@@ -128,7 +128,7 @@ class HfBackend:
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.wait([self._driver])
-        self._fail(EngineError("the engine was released"))
+        self._fail(set(self._calls), EngineError("the engine was released"))
         await self._compute(self._drop)
 
     async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -143,12 +143,15 @@ class HfBackend:
 
     async def _drive(self, decoder: Decoder) -> None:
         """Steps as long as a call misses samples."""
-        try:
-            while self._calls:
+        while self._calls:
+            try:
                 self._deliver(await self._compute(decoder.step))
-        except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
-            await self._compute(decoder.remove)
-            self._fail(error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}"))
+            except Exception as error:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+                # Not those that come meanwhile: their rows are queued behind the removal of these.
+                failed = set(self._calls)
+                await self._compute(decoder.remove)
+                known = error if isinstance(error, EngineError) else EngineError(f"{type(error).__name__}: {error}")
+                self._fail(failed & self._calls, known)
 
     def _deliver(self, finished: list[tuple[Any, Sample]]) -> None:
         for call, sample in finished:
@@ -157,8 +160,8 @@ class HfBackend:
             if not call.missing:
                 self._leave(call)
 
-    def _fail(self, error: EngineError) -> None:
-        for call in list(self._calls):
+    def _fail(self, calls: set[_Call], error: EngineError) -> None:
+        for call in calls:
             call.samples.put_nowait(error)
             self._leave(call)
 
