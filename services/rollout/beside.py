@@ -51,7 +51,9 @@ async def _replace(role: RolloutRole, face: RoleServicer) -> None:
         log.critical("the dead engine does not go: this process ends", error=f"{type(error).__name__}: {error}")
         _end_process()
     else:
-        face.standing = "restarting"
+        # Whoever did not wait for that has configured it again already, or is about to have.
+        if face.standing == "dead":
+            face.standing = "restarting"
         log.warning("the dead engine is gone; configured again, this replica starts another one", run=run)
 
 
