@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class Records:
         stored = await self._store.scan(PREFIX)
         # The store knows more, unless it was emptied.
         values = [*kept, *stored.values()]
-        self.known = {record.id: record for record in (Record(**json.loads(value)) for value in values)}
+        self.known = {record.id: record for value in values if (record := _record(value))}
         self._stored = {key.removeprefix(PREFIX) for key in stored}
 
     async def keep(self, record: Record) -> None:
@@ -120,5 +120,15 @@ def _write(root: Path, record: Record) -> None:
         raise FailedPrecondition(f"--runs-dir {str(root)!r} cannot be written: {error.strerror}") from error
 
 
-def _read(root: Path) -> list[str]:
-    return [path.read_text() for path in sorted((root / "records").glob("*.json"))]
+def _read(root: Path) -> list[bytes]:
+    return [path.read_bytes() for path in sorted((root / "records").glob("*.json"))]
+
+
+def _record(value: bytes) -> Record | None:
+    """The record; one that this version can't read is left out: it must not keep all other runs from being played."""
+    names = {item.name for item in fields(Record)}
+    try:
+        return Record(**{name: given for name, given in json.loads(value).items() if name in names})
+    except (ValueError, TypeError, AttributeError) as error:
+        log.error("record of a run can't be read", record=value[:200].decode(errors="replace"), error=str(error))
+        return None

@@ -1,6 +1,8 @@
 """The store keeps what the last runs left; all runs are known by their files."""
 
 import asyncio
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +77,22 @@ async def test_a_run_whose_end_no_disk_knows_stays_in_the_store(
     await records.load()
     assert records.known["r"].state == "done"
     assert await records._store.scan(PREFIX) == {}
+
+
+async def test_a_record_that_cannot_be_read_keeps_no_other_run_from_being_played(tmp_path: Path) -> None:
+    """A controller that had found one led for ever and played nothing."""
+    records = Records(MemoryStore(), tmp_path)
+    for id in ("a", "b"):
+        await records.keep(Record(id, "", str(tmp_path), {}))
+    newer = {**asdict(Record("newer", "", str(tmp_path), {})), "a_field_of_tomorrow": 1}
+    damaged = {
+        "damaged": b'{"id": "dam',
+        "no-text": b"\xff\xfe",
+        "no-record": b"[]",
+        "empty": b"",
+        "half": b'{"id": "h"}',
+    }
+    for name, content in {**damaged, "newer": json.dumps(newer).encode()}.items():
+        (tmp_path / "records" / f"{name}.json").write_bytes(content)
+    await records.load()
+    assert sorted(records.known) == ["a", "b", "newer"]
