@@ -135,7 +135,16 @@ class Journal:
 
         Parts are never rewritten, so that a controller that was deposed cannot undo what another has written: the part
         that it begins in ignorance is of an older epoch.
+
+        Raises:
+            CannotWrite: the disk is full, the directory is gone or read-only.
         """
+        try:
+            self._begin_next_part()
+        except OSError as error:
+            raise CannotWrite("directory", self.path.parent, error) from error
+
+    def _begin_next_part(self) -> None:
         if self.path.stat().st_size < MAX_BYTES:
             return
         record = {"kind": "begin", "epoch": self.epoch, "facts": self.facts, "take": self.take}

@@ -1,11 +1,14 @@
 """A journal stays within its bytes, whoever writes to it and whenever it ends."""
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.controller import journal as module
-from services.controller.journal import Journal, Position, parts
+from services.controller.journal import CannotWrite, Journal, Position, parts
 
 FACTS = {"rollout": {"dataset_rows": "7"}}
 
@@ -65,6 +68,23 @@ async def test_a_part_that_was_begun_and_not_written_loses_nothing(tmp_path: Pat
     (tmp_path / "journal.1.jsonl").touch()
     assert same(Journal.open(tmp_path), live)
     assert Journal.open(tmp_path).path.name == "journal.1.jsonl"
+
+
+async def test_a_disk_without_room_for_the_next_part_makes_the_run_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It failed of an OSError: nobody knew that it only had to wait."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "touch", full)
+        with pytest.raises(CannotWrite, match="No space left"):
+            await played(tmp_path, 1, 100)
+    last = Journal.open(tmp_path).position.step
+    assert 1 < last < 100
+    assert (await played(tmp_path, last + 1, 100)).position == at(100)
 
 
 def texts(directory: Path) -> list[str]:
