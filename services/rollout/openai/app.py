@@ -19,7 +19,7 @@ from shared.batch.store import BatchStore
 from shared.gen.sextet.v1 import batch_pb2
 from shared.http import Guard, unless_gone
 from shared.openai import problem
-from shared.rpc.errors import InvalidArgument, ResourceExhausted
+from shared.rpc.errors import InvalidArgument, ResourceExhausted, SextetError
 
 MAX_JOBS = 256
 """Requests in progress at once; more are refused with 429."""
@@ -100,22 +100,24 @@ class Face:
 
     async def claim(self, body: Claim, request: Request) -> Response:
         """POST /v1/sessions/claim: a session for the next task, or 204 when there is none."""
-        session = await unless_gone(request, self._claimed(self._role.serving().run, body.seconds))
+        self._role.serving()
+        session = await unless_gone(request, self._claimed(body.seconds))
         if session is None or session.task is None:
             return Response(status_code=204)
         if await request.is_disconnected():
             self.drop(session.id)
         return JSONResponse({**_about(session), "task": session.task.about()})
 
-    async def _claimed(self, run: str, seconds: float) -> Session | None:
+    async def _claimed(self, seconds: float) -> Session | None:
         task = await self._role.tasks.claim(seconds)
         if task is None:
             return None
         example, key = task.example, task.key
         about = {"data_source": example.data_source, "ground_truth": example.ground_truth, "task": task}
         try:
-            task.session = self._sessions.start(run, uid=key.uid, sample=key.sample, **about)
-        except ResourceExhausted:
+            # The run may be another one than when the wait began.
+            task.session = self._sessions.start(self._role.serving().run, uid=key.uid, sample=key.sample, **about)
+        except SextetError:
             self._role.tasks.give_back(task)
             raise
         return task.session

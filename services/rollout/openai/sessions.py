@@ -81,6 +81,11 @@ class Session:
         """Seconds since its agent was last heard of, or answered."""
         return 0.0 if self.answering else time.monotonic() - self.used
 
+    @property
+    def over(self) -> bool:
+        """Its task is another's now, or nobody waits for it any more."""
+        return self.task is not None and self.task.session is not self
+
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """A turn is in progress meanwhile."""
@@ -141,6 +146,9 @@ class Sessions:
             ResourceExhausted: too many are in use.
         """
         if len(self._sessions) >= MAX_SESSIONS:
+            # Agents that are lost never ask for theirs again.
+            self._sessions = {id: each for id, each in self._sessions.items() if each.run == run and not each.over}
+        if len(self._sessions) >= MAX_SESSIONS:
             oldest = min(self._sessions.values(), key=lambda session: session.used)
             if oldest.idle < IDLE_SECONDS:
                 raise ResourceExhausted(f"{MAX_SESSIONS} sessions are in use: export or delete some")
@@ -152,7 +160,7 @@ class Sessions:
     def get(self, id: str, run: str) -> Session:
         """Raises NotFound: it never was, is over, belongs to another run, or its task is another's now."""
         session = self._sessions.get(id)
-        if session and session.task and session.task.session is not session:
+        if session and session.over:
             del self._sessions[id]
             raise NotFound(f"session {id!r} is over: it was idle for too long, or its step began anew; claim another")
         if session is None or session.run != run:
