@@ -1,5 +1,6 @@
 """Blocks on disk: what must not be made a second time while that disk lives. Bounded, synced, verified when read."""
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -28,7 +29,7 @@ class Spool:
 
     A file is an xxh3-128 digest and the block (`codec.to_bytes`); it appears whole or not at all, and one that is
     damaged is as if it had never been. What cannot be kept (disk full, no room left) is logged and counted: work goes
-    on without it.
+    on without it. So is what can't be looked at. Safe to use from several threads.
 
     Args:
         directory: made when needed.
@@ -47,18 +48,22 @@ class Spool:
 
     def open(self, run: str, content: str) -> None:
         """From now on for this run; `content` is all that its blocks depend on, so that another's are not taken."""
-        self._home, self._run, self._rows = self._root / _named(run) / _named(content), run, {}
-        self._held = sum(size for _, size, _ in self._files())
+        with self._lock:
+            self._home, self._run, self._rows = self._root / _named(run) / _named(content), run, {}
+            self._held = sum(size for _, size, _ in self._files())
 
     def add(self, step: int, label: str, block: Block) -> bool:
         """Keeps a block, on disk when this returns; whether it could."""
-        if self._home is None or not len(block):
+        home = self._home
+        if home is None or not len(block):
             return False
         data = codec.to_bytes(block)
         data = xxhash.xxh3_128_digest(data) + data
-        path = self._home / str(step) / f"{label}-{secrets.token_hex(6)}{_SUFFIX}"
+        path = home / str(step) / f"{label}-{secrets.token_hex(6)}{_SUFFIX}"
         hit("spool.before_write")
         with self._lock:
+            if self._home != home:
+                return False
             try:
                 if not self._make_room(len(data), path.parent):
                     raise OSError(f"{len(data)} bytes more are over {self._max_bytes}")
@@ -67,7 +72,9 @@ class Spool:
             except OSError as error:
                 UNKEPT.inc()
                 log.error("block not kept on disk", path=str(path), error=str(error))
-                path.unlink(missing_ok=True)
+                # A disk that can't be written to may not be asked that, either.
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
                 return False
             self._rows[path] = frozenset(block.rows)
         hit("spool.after_write")
@@ -75,24 +82,28 @@ class Spool:
 
     def find(self, step: int, label: str, wanted: Collection[RowKey]) -> Iterator[Block]:
         """The kept blocks that hold any of these rows; the label may be a glob pattern."""
-        if self._home is None:
+        home, rows = self._home, set(wanted)
+        if home is None:
             return
-        rows = set(wanted)
-        for path in sorted((self._home / str(step)).glob(f"{label}-*{_SUFFIX}")):
-            if path in self._rows and not self._rows[path] & rows:
+        for path in _listed(home / str(step), f"{label}-*{_SUFFIX}"):
+            known = self._rows.get(path)
+            if known is not None and not known & rows:
                 continue
             block = _read(path)
-            self._rows[path] = frozenset(block.rows) if block else frozenset()
-            if block and self._rows[path] & rows:
+            found = frozenset(block.rows) if block else frozenset()
+            with self._lock:
+                self._rows[path] = found
+            if block and found & rows:
                 yield block
 
     def steps(self, first: int, end: int) -> list[int]:
         """The steps, from `first` to before `end`, of which anything is kept."""
-        if self._home is None:
+        home = self._home
+        if home is None:
             return []
         try:
-            names = os.listdir(self._home)
-        except FileNotFoundError:
+            names = os.listdir(home)
+        except OSError:
             return []
         return sorted(step for step in map(int, filter(str.isdecimal, names)) if first <= step < end)
 
@@ -100,14 +111,17 @@ class Spool:
         """Removes the blocks of the open run's steps up to this one; None: all of any run."""
         if up_to_step is None:
             shutil.rmtree(self._root / _named(run), ignore_errors=True)
-            if run == self._run:
-                self._home, self._run, self._rows = None, "", {}
+            with self._lock:
+                if run == self._run:
+                    self._home, self._run, self._rows = None, "", {}
             return
-        if self._home is None or run != self._run:
+        home = self._home
+        if home is None or run != self._run:
             return
         for step in self.steps(0, up_to_step + 1):
-            shutil.rmtree(self._home / str(step), ignore_errors=True)
-        self._rows = {path: rows for path, rows in self._rows.items() if int(path.parent.name) > up_to_step}
+            shutil.rmtree(home / str(step), ignore_errors=True)
+        with self._lock:
+            self._rows = {path: rows for path, rows in self._rows.items() if int(path.parent.name) > up_to_step}
 
     def _make_room(self, size: int, keep: Path) -> bool:
         if self._held + size <= self._max_bytes:
@@ -128,13 +142,21 @@ class Spool:
     def _files(self) -> list[tuple[int, int, Path]]:
         """Time of writing (ns), bytes and path of all blocks."""
         files = []
-        for path in self._root.rglob(f"*{_SUFFIX}"):
-            try:
-                stat = path.stat()
-            except FileNotFoundError:
-                continue
-            files.append((stat.st_mtime_ns, stat.st_size, path))
+        # Others remove directories meanwhile: `walk` passes over what it can't look at.
+        for directory, _, names in os.walk(self._root):
+            for path in (Path(directory, name) for name in names if name.endswith(_SUFFIX)):
+                with contextlib.suppress(OSError):
+                    stat = path.stat()
+                    files.append((stat.st_mtime_ns, stat.st_size, path))
         return files
+
+
+def _listed(directory: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(directory.glob(pattern))
+    except OSError as error:
+        log.error("blocks on disk can't be looked for", path=str(directory), error=str(error))
+        return []
 
 
 def _named(text: str) -> str:
