@@ -42,6 +42,7 @@ log = structlog.get_logger()
 CHECKPOINT_SECONDS = PROFILE_SECONDS = 3600.0
 LEADING_SECONDS = 5.0
 RETRY_SECONDS = 0.2
+STANDS_BY = "this controller stands by while another leads: ask that one, or wait"
 T = TypeVar("T")
 _CURSOR = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 
@@ -138,12 +139,19 @@ class Runs:
         return sorted(self._records.known.values(), key=lambda record: -record.created)
 
     async def watch(self, id: str, after: str) -> AsyncIterator[controller_pb2.RunEvent]:
-        """The run's events after a cursor, until it is over."""
+        """The run's events after a cursor, until it is over.
+
+        Raises:
+            NotFound, InvalidArgument (the cursor); Unavailable: another controller leads, at once or meanwhile.
+        """
         record = await self.get(id)
         if after and not _CURSOR.fullmatch(after):
             raise InvalidArgument(f"after: {after[:40]!r} is no cursor: give that of an event of this run, or none")
 
         def over() -> bool:
+            if not self._leadership.leads:
+                # It would seem to go on for ever: what becomes of it is not known here any more.
+                raise Unavailable(STANDS_BY)
             # Looked up anew: another controller may have led meanwhile.
             return self._records.known.get(id, record).state in OVER and id not in self._telling
 
@@ -260,7 +268,7 @@ class Runs:
             async with asyncio.timeout(LEADING_SECONDS):
                 await self._loaded.wait()
         except TimeoutError:
-            raise Unavailable("this controller stands by while another leads: ask that one, or wait") from None
+            raise Unavailable(STANDS_BY) from None
 
     def _next(self) -> Record | None:
         """A run that was in progress when the controller ended goes first; then the one that waits the longest."""
