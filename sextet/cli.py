@@ -6,11 +6,9 @@ Text for people goes to stderr; stdout carries what was asked for, as JSON with 
 import contextlib
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -20,7 +18,7 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Column, Table
 
-from sextet.client import Client
+from sextet.client import Client, run_id
 from sextet.completion import complete_override, complete_role, complete_run
 from sextet.endpoint import STATE_DIR, read_state
 from sextet.local import ROLES, LocalError, LocalServices
@@ -303,8 +301,7 @@ def play(config: RunConfig, threads: int | None, as_json: bool) -> int:
     """Creates a run on whatever services there are, and shows it to its end."""
     if config.algorithm.preset:
         tell(describe_preset(config.algorithm.preset, config.model_dump()))
-    # Made here: a run whose answer Ctrl-C cut off can still be cancelled.
-    id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    id = run_id()
     progress = Progress(id, config.name, config.total_steps or 0)
     with services_for_run({"rollout": config.rollout.replicas}, tell, threads) as client:
         try:

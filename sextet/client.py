@@ -75,7 +75,7 @@ class AsyncClient:
         """
         loaded = config if isinstance(config, RunConfig) and not overrides else load_config(_tree(config), overrides)
         # Made here, so that trying again after a lost answer starts no second run.
-        id = id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        id = id or run_id()
         request = pb.CreateRunRequest(config_json=dump_config(loaded), id=id)
         return (await call(self._stub.CreateRun, request, timeout=CALL_SECONDS)).run
 
@@ -236,6 +236,11 @@ class Client:
             # Ctrl-C while waiting: the call must not go on behind our back.
             future.cancel()
             raise
+
+
+def run_id() -> str:
+    """An id for a new run. Who has it before the run is made can cancel it when Ctrl-C cuts off the answer."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def _tree(config: Config) -> Mapping[str, Any] | str | Path:

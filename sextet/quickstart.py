@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sextet.client import Client
+from sextet.client import Client, run_id
 from sextet.dataset import DatasetBuilder, PromptDataset
 from sextet.draft import ConfigDraft
 from sextet.endpoint import find_controller
@@ -119,15 +119,16 @@ class PPOTrainer:
             LocalError: no services run, and they could not be started here.
         """
         with self._services() as endpoint, Client(endpoint) as client:
-            run = client.create_run(self.config)
+            id = run_id()
             try:
-                metrics, checkpoint = self._follow(client, run.id)
+                client.create_run(self.config, id=id)
+                metrics, checkpoint = self._follow(client, id)
             except BaseException:
                 # Nobody follows it any more: it must not keep the services busy.
                 with contextlib.suppress(SextetError):
-                    client.cancel(run.id)
+                    client.cancel(id)
                 raise
-            return self._result(client.get_run(run.id), metrics, checkpoint)
+            return self._result(client.get_run(id), metrics, checkpoint)
 
     @contextlib.contextmanager
     def _services(self) -> Iterator[str]:

@@ -202,7 +202,10 @@ class FakeClient:
 
     def __exit__(self, *error: object) -> None: ...
 
-    def create_run(self, config: RunConfig) -> pb.Run:
+    def create_run(self, config: RunConfig, id: str) -> pb.Run:
+        self.created = id
+        if self.run.state == "queued":
+            raise KeyboardInterrupt
         return self.run
 
     def get_run(self, run: str) -> pb.Run:
@@ -253,7 +256,14 @@ class TestTraining:
         client = FakeClient([step(1, 0.1), KeyboardInterrupt()], "running")
         with pytest.raises(KeyboardInterrupt):
             self.trainer(client, monkeypatch, []).train()
-        assert client.cancelled == ["r1"]
+        assert client.cancelled == [client.created]
+
+    def test_ctrl_c_cancels_a_run_whose_creation_it_cut_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The controller may have made it: it was played for nobody."""
+        client = FakeClient([], "queued")
+        with pytest.raises(KeyboardInterrupt):
+            self.trainer(client, monkeypatch, []).train()
+        assert client.cancelled == [client.created]
 
     def test_a_lost_controller_is_what_is_raised(self, monkeypatch: pytest.MonkeyPatch) -> None:
         client = FakeClient([Unavailable("gone")], "running")
