@@ -221,7 +221,8 @@ def profile(
         calls = client.profile(id, role, steps)
     out([as_dict(each) for each in calls], profile_report(calls), as_json)
     paths = [rank.path for each in calls for rank in each.ranks if rank.path]
-    tell(f"traces in {Path(paths[0]).parent}; ui.perfetto.dev or chrome://tracing shows them")
+    if paths:
+        tell(f"traces in {Path(paths[0]).parent}; ui.perfetto.dev or chrome://tracing shows them")
 
 
 @app.command()

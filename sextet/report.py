@@ -76,8 +76,9 @@ def profile_report(calls: Sequence[pb.CallProfile]) -> RenderableType:
 
 
 def picture(progress: Progress, path: Path) -> Path | None:
-    """Reward and KL over the steps as a PNG; None without steps, or without matplotlib (extra `examples`)."""
-    if not progress.steps:
+    """Reward and KL over the steps as a PNG; None without them, matplotlib (extra `examples`), or room for it."""
+    panels = [(name, curve) for name in ("reward", "kl") if (curve := progress.curve(name))]
+    if not panels:
         return None
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -86,13 +87,16 @@ def picture(progress: Progress, path: Path) -> Path | None:
         return None
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = [(name, curve) for name in ("reward", "kl") if (curve := progress.curve(name))]
     for axes, (name, curve) in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
         axes.plot(range(1, len(curve) + 1), curve, marker=".", color="tab:green" if name == "reward" else "tab:blue")
         axes.set(xlabel="step", ylabel="mean reward" if name == "reward" else "KL to the reference")
         axes.grid(alpha=0.3)
     figure.suptitle(f"{progress.name} {progress.id}")
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError:
+        # The run is over, whatever becomes of its picture.
+        return None
     return path
 
 
