@@ -19,7 +19,7 @@ class LocalState:
 
     Attributes:
         pid: the process that keeps them.
-        created: when that process was made (seconds since the epoch): a pid alone may mean another process later.
+        created: when that process was made, see `made_at`: a pid alone may mean another process later.
         ready: all six services can be used.
         controller: host:port of the gRPC API.
         http: host:port of the HTTP API.
@@ -36,9 +36,18 @@ class LocalState:
     @property
     def alive(self) -> bool:
         try:
-            return abs(psutil.Process(self.pid).create_time() - self.created) < 1
+            return abs(made_at(self.pid) - self.created) < 1
         except psutil.NoSuchProcess:
             return False
+
+
+def made_at(pid: int) -> float:
+    """When a process was made, in seconds since this machine was started: its clock may be set meanwhile.
+
+    Raises:
+        psutil.NoSuchProcess: there is none.
+    """
+    return psutil.Process(pid).create_time() - psutil.boot_time()
 
 
 def write_state(state: LocalState, directory: Path = STATE_DIR) -> None:

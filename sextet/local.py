@@ -22,7 +22,7 @@ from typing import IO, Any, Self
 import psutil
 
 from sextet.client import Client
-from sextet.endpoint import STATE_DIR, LocalState, read_state, write_state
+from sextet.endpoint import STATE_DIR, LocalState, made_at, read_state, write_state
 from sextet.lastwords import last_words
 from shared.rpc.errors import SextetError
 from shared.rpc.lifetime import PARENT_VARIABLE
@@ -107,7 +107,7 @@ class LocalServices:
         # Made before its users start together.
         client_token()
         self._take_lock()
-        state = LocalState(os.getpid(), psutil.Process().create_time())
+        state = LocalState(os.getpid(), made_at(os.getpid()))
         write_state(state, self._directory)
         for flag, port in (("--port", self._port), ("--http-port", self._http_port)):
             _refuse_taken(port, flag)

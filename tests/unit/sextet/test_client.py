@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import stat
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from sextet.client import AsyncClient, Client
-from sextet.endpoint import LocalState, find_controller, read_state, write_state
+from sextet.endpoint import LocalState, find_controller, made_at, read_state, write_state
 from sextet.lastwords import last_words
 from shared.config import ConfigError
 from shared.gen.sextet.v1 import controller_pb2 as pb
@@ -146,7 +147,7 @@ def test_endpoint_is_named_or_found(tmp_path: Path) -> None:
     assert find_controller({"SEXTET_CONTROLLER": "h:1"}, tmp_path) == "h:1"
     with pytest.raises(Unavailable, match="sextet up"):
         find_controller({}, tmp_path)
-    mine = LocalState(os.getpid(), psutil.Process().create_time())
+    mine = LocalState(os.getpid(), made_at(os.getpid()))
     write_state(mine, tmp_path)
     assert stat.S_IMODE((tmp_path / "local.json").stat().st_mode) == 0o600
     with pytest.raises(Unavailable):
@@ -156,10 +157,20 @@ def test_endpoint_is_named_or_found(tmp_path: Path) -> None:
 
 
 def test_a_state_whose_process_is_gone_does_not_count(tmp_path: Path) -> None:
-    write_state(LocalState(os.getpid(), psutil.Process().create_time() - 100, True, "127.0.0.1:5"), tmp_path)
+    write_state(LocalState(os.getpid(), made_at(os.getpid()) - 100, True, "127.0.0.1:5"), tmp_path)
     assert read_state(tmp_path) is None
     (tmp_path / "local.json").write_text("{")
     assert read_state(tmp_path) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="psutil has the boot's time from elsewhere")
+def test_a_clock_that_was_set_hides_no_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a sleep of the machine, say: `sextet down` knew of none, and `sextet up` said that they run."""
+    write_state(LocalState(os.getpid(), made_at(os.getpid())), tmp_path)
+    boot = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot + 30)
+    assert psutil.boot_time() == boot + 30
+    assert read_state(tmp_path)
 
 
 @pytest.mark.parametrize(
