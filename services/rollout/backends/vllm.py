@@ -99,6 +99,10 @@ class VllmBackend:
     async def _sample(self, requests: Sequence[SampleRequest]) -> AsyncGenerator[Sample]:
         engine = self._configured()
         rows = [self._row(request) for request in requests]
+        # A version that comes before their tasks begin has to wait for them: they are of the present one.
+        for row in rows:
+            self._rows[row.name] = row
+            self._idle.clear()
         done: asyncio.Queue[Sample | EngineError] = asyncio.Queue(len(rows) + 1)
         tasks = [asyncio.create_task(self._run(engine, row, done)) for row in rows]
         try:
@@ -112,6 +116,8 @@ class VllmBackend:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks)
+            # One that was cancelled before it began says nothing.
+            self._ended(rows)
 
     async def receiver(self, part: WirePart, kept: Kept | None) -> VllmReceiver:
         engine = self._configured()
@@ -130,7 +136,14 @@ class VllmBackend:
             self._discard()
             self._prepared = InWorkers(version)
             return
-        prepared = await asyncio.to_thread(write_weights, version, tensors, self._shape)
+        writing = asyncio.ensure_future(asyncio.to_thread(write_weights, version, tensors, self._shape))
+        try:
+            prepared = await asyncio.shield(writing)
+            self._configured()
+        except BaseException:
+            # It is memory, also when this process has ended.
+            writing.add_done_callback(_remove)
+            raise
         self._discard()
         self._prepared = prepared
 
@@ -188,8 +201,6 @@ class VllmBackend:
         )
 
     async def _run(self, engine: Any, row: VllmRow, done: "asyncio.Queue[Sample | EngineError]") -> None:
-        self._rows[row.name] = row
-        self._idle.clear()
         try:
             with _explained():
                 params = row.params(self._resumes_by_position)
@@ -205,9 +216,13 @@ class VllmBackend:
             self._scrub = True
             done.put_nowait(error)
         finally:
-            del self._rows[row.name]
-            if not self._rows:
-                self._idle.set()
+            self._ended([row])
+
+    def _ended(self, rows: Sequence[VllmRow]) -> None:
+        for row in rows:
+            self._rows.pop(row.name, None)
+        if not self._rows:
+            self._idle.set()
 
     async def _next(self, engine: Any, done: "asyncio.Queue[Sample | EngineError]") -> Sample | EngineError:
         while True:
@@ -272,6 +287,11 @@ class VllmBackend:
         if self._prepared is not None:
             self._prepared.remove()
             self._prepared = None
+
+
+def _remove(writing: "asyncio.Future[WeightsFile]") -> None:
+    if not writing.cancelled() and writing.exception() is None:
+        writing.result().remove()
 
 
 @contextlib.contextmanager
