@@ -283,7 +283,12 @@ class RolloutRole:
         if self._backend is None or self._loaded is None:
             return None
         backend, answer = self._backend, await self._backend.health()
-        return answer if backend is self._backend else None
+        if backend is not self._backend:
+            return None
+        if not answer:
+            # What ended a call was a moment's: the memory of a GPU, say.
+            self._fault = ""
+        return answer
 
     def _of(self, run: str) -> tuple[_Run, GenerationBackend]:
         if self._loaded is None or self._backend is None or self._loaded.run != run:
