@@ -192,9 +192,13 @@ class RoleServicer(role_pb2_grpc.RoleServiceServicer):
     async def ReleaseRun(self, request: role_pb2.ReleaseRunRequest, context: Any) -> role_pb2.ReleaseRunResponse:
         self._operations.observe_epoch(request.epoch)
         self._operations.forget(_named(request.run))
-        let_go = partial(self._ranks.together, request, lambda: self._let_go(request.run))
+
+        async def let_go() -> None:
+            await self._ranks.together(request, lambda: self._let_go(request.run))
+            # Not after it: whoever asked may have left, and the run may be configured again by then.
+            await asyncio.to_thread(self.on_release, request.run, None)
+
         await self._operations.exclusively(ENGINE, let_go)
-        await asyncio.to_thread(self.on_release, request.run, None)
         return role_pb2.ReleaseRunResponse()
 
     @property
@@ -212,6 +216,7 @@ class RoleServicer(role_pb2_grpc.RoleServiceServicer):
         run = request.operation.id.run
         if self._run and self._run != run:
             # It may be paused: what it has on disk stays.
+            self._operations.forget(self._run)
             await self._let_go(self._run)
         unsettle()
         # Set first: when it fails half-way, a release must still clean up.
@@ -273,7 +278,6 @@ class RoleServicer(role_pb2_grpc.RoleServiceServicer):
         return self._run
 
     async def _let_go(self, run: str) -> None:
-        self._operations.forget(run)
         self._store.release(run, None)
         if self._run == run:
             unsettle()
