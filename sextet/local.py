@@ -16,21 +16,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TypeVar
 
 import psutil
 
 from sextet.client import Client
 from sextet.endpoint import STATE_DIR, LocalState, made_at, read_state, write_state
 from sextet.lastwords import last_words
-from shared.rpc.errors import SextetError
+from shared.rpc.errors import DeadlineExceeded, SextetError, Unavailable
 from shared.rpc.lifetime import PARENT_VARIABLE
 from shared.rpc.token import client_token
 from shared.state import open_store
 from shared.state.embedded import EmbeddedRedis, start_redis
 from shared.state.registry import Replica, list_replicas
 
+T = TypeVar("T")
 ROLES = ("rollout", "actor", "critic", "reward", "reference")
 START_SECONDS = 180.0
 """Six processes that import torch on two busy cores take 20 s; a cold disk several times that."""
@@ -118,7 +120,7 @@ class LocalServices:
         self.endpoint, self.http = controller.endpoint, controller.facts.get("http", "")
         with Client(self.endpoint) as client:
             for role, count in self._replicas.items():
-                client.scale(role, count, at_once=True)
+                self._asked(partial(client.scale, role, count, at_once=True), until)
             self._wait_for_roles(client, until)
         write_state(LocalState(state.pid, state.created, True, self.endpoint, self.http, url), self._directory)
 
@@ -201,7 +203,8 @@ class LocalServices:
         spawned = time.monotonic() + SPAWN_SECONDS
         while True:
             self.check()
-            ready = [service.replica for service in client.services() if service.state in ("ready", "busy")]
+            found = self._asked(client.services, until)
+            ready = [service.replica for service in found if service.state in ("ready", "busy")]
             missing = [name for name in self._names() if name not in ready]
             for name in sorted(set(ready) - told):
                 if name in self._names():
@@ -215,6 +218,17 @@ class LocalServices:
                 if name not in alive and (name in seen or time.monotonic() > spawned):
                     raise LocalError(self._cause(name, "ended while it was starting"))
             self._sleep(until, missing[0], "did not become ready")
+
+    def _asked(self, ask: Callable[[], T], until: float) -> T:
+        """What the controller answers. While all start, it or Redis may be out of reach for seconds."""
+        while True:
+            try:
+                return ask()
+            except (Unavailable, DeadlineExceeded):
+                self.check()
+                if time.monotonic() > until:
+                    raise
+            time.sleep(POLL_SECONDS)
 
     def _names(self) -> list[str]:
         return [f"{role}-{number}" for role, count in self._replicas.items() for number in range(count)]
