@@ -16,7 +16,7 @@ from services.controller.settings import ControllerSettings
 from shared.gen.sextet.v1 import controller_pb2_grpc
 from shared.http import serving
 from shared.rpc.client import Connections
-from shared.rpc.errors import Unavailable
+from shared.rpc.errors import SextetError
 from shared.rpc.server import EXIT_SETTINGS, EXIT_UNREACHABLE, serve
 from shared.state import lease, open_store
 from shared.state.registry import ReplicaState
@@ -57,6 +57,6 @@ async def run(
     except ValueError as error:
         print(f"sextet controller: {error}", file=sys.stderr)
         return EXIT_SETTINGS
-    except Unavailable as error:
+    except SextetError as error:
         print(f"sextet controller: {error}", file=sys.stderr)
         return EXIT_UNREACHABLE
