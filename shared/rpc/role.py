@@ -185,9 +185,11 @@ class RoleServicer(role_pb2_grpc.RoleServiceServicer):
     async def ReleaseStep(self, request: role_pb2.ReleaseStepRequest, context: Any) -> role_pb2.ReleaseStepResponse:
         self._operations.observe_epoch(request.epoch)
         self._operations.forget(_named(request.run), request.step)
+        # At once: a disk may be slow, and the caller leave.
+        freed = self._store.release(request.run, request.step)
         saved = request.saved_step if request.HasField("saved_step") else request.step
         await asyncio.to_thread(self.on_release, request.run, saved)
-        return role_pb2.ReleaseStepResponse(bytes=self._store.release(request.run, request.step))
+        return role_pb2.ReleaseStepResponse(bytes=freed)
 
     async def ReleaseRun(self, request: role_pb2.ReleaseRunRequest, context: Any) -> role_pb2.ReleaseRunResponse:
         self._operations.observe_epoch(request.epoch)

@@ -9,6 +9,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
+import structlog
+
 from shared.batch.reader import BatchReader
 from shared.batch.store import BatchStore, DataServicer
 from shared.failpoints import in_role
@@ -24,6 +26,9 @@ from shared.rpc.role import RoleBackend, RoleServicer
 from shared.rpc.server import EXIT_SETTINGS, Services, serve
 from shared.rpc.settings import ServiceSettings, SettingsError
 from shared.telemetry import logs
+
+log = structlog.get_logger()
+_STOPPED_SECONDS = 15.0
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
 
@@ -48,7 +53,8 @@ class RoleParts:
         services: (generated add_...Servicer_to_server, servicer) pairs.
         service_names: their full names, "sextet.v1.ActorService" and so on.
         on_bound: told this process's host:port for others, before it serves.
-        on_stopped: ends what the backend has started (processes of its own) when nothing is served any more.
+        on_stopped: ends what the backend has started (processes of its own) when nothing is served any more; it has
+            seconds, then the process ends without it.
         beside: entered before the role serves and left when it does no more; yields facts for the registry.
         ranks: the processes of this replica, if it has more than this one.
     """
@@ -130,6 +136,17 @@ async def serve_role(
     finally:
         await stack.aclose()
         if parts.on_stopped is not None:
-            await parts.on_stopped()
+            clean &= await _stopped(parts.on_stopped)
         await connections.close()
     return code, clean
+
+
+async def _stopped(on_stopped: Callable[[], Awaitable[None]]) -> bool:
+    """Whether it came to its end; an engine that hangs never lets go of what it has."""
+    stopping = asyncio.ensure_future(on_stopped())
+    await asyncio.wait({stopping}, timeout=_STOPPED_SECONDS)
+    if not stopping.done():
+        log.error("what the role has started does not end: the process ends without it", seconds=_STOPPED_SECONDS)
+        return False
+    stopping.result()
+    return True
