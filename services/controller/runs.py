@@ -226,11 +226,18 @@ class Runs:
             raise DeadlineExceeded(f"run {id!r} did not do {steps} steps within {PROFILE_SECONDS:g} s") from None
 
     async def _to_its_end(self, change: Coroutine[Any, Any, T]) -> T:
-        """Makes a change though who asked for it goes away: half of it would be known on disk only, or only here."""
+        """Makes a change though who asked for it goes away: half of it would be known on disk only, or only here.
+
+        Raises:
+            Unavailable: another controller leads by now.
+        """
         task = asyncio.create_task(change)
         self._changing.add(task)
         task.add_done_callback(self._changing.discard)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except Deposed:
+            raise Unavailable(STANDS_BY) from None
 
     def _playing(self, record: Record) -> Active | None:
         return self._active if self._active and self._active.record is record else None

@@ -1,4 +1,4 @@
-"""Who watches a run at a controller that another one has deposed is sent to that one."""
+"""Who watches or asks at a controller that another one has deposed is sent to that one."""
 
 import asyncio
 
@@ -25,3 +25,14 @@ async def test_a_watch_at_a_deposed_controller_ends(controller: Controller, stor
     await store.put(KEY, b"another", 600)
     with pytest.raises(Unavailable, match="another leads"):
         await asyncio.wait_for(watching, 20)
+
+
+async def test_who_asks_a_controller_that_does_not_know_yet_is_sent_on_too(
+    controller: Controller, store: StateStore
+) -> None:
+    """It was an internal error, after which nobody tries again."""
+    record = await controller.create("r")
+    await controller.until(lambda: record.state == "running")
+    await store.put(KEY, b"another", 600)
+    with pytest.raises(Unavailable, match="another leads"):
+        await controller.create("later")
