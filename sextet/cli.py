@@ -281,7 +281,7 @@ def openai(
 ) -> None:
     """Serves the policy in training as OpenAI's API (model "policy"), on one URL; stays, Ctrl-C ends it."""
     state = read_state()
-    if state is not None:
+    if state is not None and state.ready:
         # Not as an argument: the URL holds a password, and command lines are public.
         os.environ["SEXTET_REDIS_URL"] = state.redis_url
     elif not os.environ.get("SEXTET_REDIS_URL"):

@@ -1,4 +1,4 @@
-"""Commands whose work is done end well, whatever becomes of what they show of it."""
+"""Commands whose work is done end well, whatever becomes of what they show of it; those that can't begin say why."""
 
 import os
 from pathlib import Path
@@ -8,10 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from sextet import cli
+from sextet.endpoint import LocalState, made_at, write_state
 from sextet.progress import Progress
 from sextet.report import picture
 from shared.gen.sextet.v1 import common_pb2
 from shared.gen.sextet.v1 import controller_pb2 as pb
+from shared.rpc.errors import Unavailable
 
 
 def test_a_run_whose_flow_tells_no_reward_has_no_picture(tmp_path: Path) -> None:
@@ -48,3 +50,12 @@ def test_profiles_without_a_trace_say_why(monkeypatch: pytest.MonkeyPatch) -> No
     shown = CliRunner().invoke(cli.app, ["profile", "r"])
     assert (shown.exception, shown.exit_code) == (None, 0)
     assert "No space left on device" in shown.stdout
+
+
+def test_services_that_are_still_starting_have_no_endpoint_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway was given an empty URL of Redis, and ended in a traceback."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SEXTET_REDIS_URL", raising=False)
+    monkeypatch.setattr(os, "execv", lambda *command: pytest.fail(f"started: {command}"))
+    write_state(LocalState(os.getpid(), made_at(os.getpid())))
+    assert isinstance(CliRunner().invoke(cli.app, ["openai"]).exception, Unavailable)
