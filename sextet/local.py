@@ -129,6 +129,15 @@ class LocalServices:
         if self._controller and self._controller.poll() is not None:
             raise LocalError(self._cause("controller", _ended(self._controller.returncode)))
 
+    def mend(self) -> None:
+        """Starts the embedded Redis again if it has ended, where all look for it. In the thread that `start` was in.
+
+        Raises:
+            LocalError: it can't be started.
+        """
+        if self._redis and self._redis.process.poll() is not None:
+            self._start_redis(self._redis.port)
+
     def stop(self) -> None:
         """Ends all in order: the controller drains and ends the roles, Redis goes last. Ctrl-C meanwhile: at once."""
         with _hurry() as hurry:
@@ -153,10 +162,10 @@ class LocalServices:
             raise LocalError(already_up(pid)) from None
         self._lock = lock
 
-    def _start_redis(self) -> str:
+    def _start_redis(self, port: int = 0) -> str:
         self._tell("starting Redis")
         try:
-            self._redis = start_redis(self._directory / "redis")
+            self._redis = start_redis(self._directory / "redis", port)
         except RuntimeError as error:
             raise LocalError(str(error)) from None
         return self._redis.url

@@ -82,9 +82,10 @@ def start_detached(arguments: Sequence[str], directory: Path = STATE_DIR) -> Loc
 
 
 def keep_up(local: LocalServices) -> None:
-    """Waits for Ctrl-C or SIGTERM. Raises LocalError when the controller ends."""
+    """Waits for Ctrl-C or SIGTERM. Raises LocalError when the controller ends, or Redis can't be started again."""
     while True:
         local.check()
+        local.mend()
         time.sleep(0.5)
 
 

@@ -1,5 +1,6 @@
 """Services of this machine, where no process has to be started for the test."""
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,42 @@ from typing import Any
 import pytest
 
 from sextet import local
+from sextet.services import keep_up
 from shared.gen.sextet.v1 import controller_pb2 as pb
 from shared.rpc.errors import Unavailable
+from shared.state import open_store
+from tests.fakes.ports import kept_port
 
 
 async def test_a_notebook_can_start_services() -> None:
     """Its event loop runs already: asyncio.run refused, and with it every training without `sextet up`."""
     assert local._controllers("memory://notebook") == []
+
+
+def test_a_redis_that_was_killed_is_back_where_all_look_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looked after it: `sextet up` stayed up without one for good, and every command failed."""
+    services, looks = local.LocalServices(tmp_path), iter([None])
+    monkeypatch.setattr(services, "check", lambda: next(looks))
+    with kept_port() as port:
+        url = services._start_redis(port)
+        try:
+            redis = services._redis
+            assert redis
+            redis.process.kill()
+            redis.process.wait(60)
+            with pytest.raises(StopIteration):
+                keep_up(services)
+            asyncio.run(answers(url))
+        finally:
+            services.stop()
+
+
+async def answers(url: str) -> None:
+    store = open_store(url)
+    try:
+        await store.ping()
+    finally:
+        await store.close()
 
 
 class Stalled:
