@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 LOAD_TIMEOUT = 600.0
 """Seconds a weight update may take."""
+LOOK_SECONDS = 1.0
+"""Between two questions to an engine whose rows a new version waits for."""
 
 
 class VllmBackend:
@@ -155,7 +157,7 @@ class VllmBackend:
             engine = self._configured()
             self._open.clear()
             try:
-                await self._idle.wait()
+                await self._rows_done(engine)
                 with self._sleep.used():
                     await self._load(engine, self._prepared)
             finally:
@@ -231,6 +233,14 @@ class VllmBackend:
             except TimeoutError:
                 await self._ping(engine)
 
+    async def _rows_done(self, engine: Any) -> None:
+        """Waits for the rows in progress, which say nothing before they end: whether it lives, the engine is asked."""
+        while not self._idle.is_set():
+            try:
+                await asyncio.wait_for(self._idle.wait(), LOOK_SECONDS)
+            except TimeoutError:
+                await self._ping(engine)
+
     async def _load(self, engine: Any, weights: WeightsFile | InWorkers) -> None:
         try:
             await self._sleep.wake(WEIGHTS)
@@ -261,6 +271,7 @@ class VllmBackend:
 
     async def _ping(self, engine: Any) -> None:
         await self._answer(engine.collective_rpc("sextet_ping"))
+        self.beats += 1
 
     async def _answer(self, question: Awaitable[T], timeout: float | None = None) -> T:
         """What the engine answers; an engine that does not is at fault from then on."""

@@ -44,6 +44,25 @@ async def test_a_version_waits_for_rows_that_came_just_before_it(backend: VllmBa
     assert {version for sample in samples.values() for version in sample.versions} == {0}
 
 
+async def test_an_engine_whose_rows_a_version_waits_for_shows_that_it_lives(
+    backend: VllmBackend, engine: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: rows that took longer than the version's bytes made the watch take the engine for dead."""
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    await backend.prepare_weights(1, None)
+    engine.gate.clear()
+    sampling = asyncio.create_task(collect(backend.generate(ROWS)))
+    committing = asyncio.create_task(backend.commit_weights(1))
+    before = backend.beats
+    try:
+        async with asyncio.timeout(20):
+            while backend.beats < before + 2:  # noqa: ASYNC110 - a counter has no event
+                await asyncio.sleep(0.01)
+    finally:
+        engine.gate.set()
+        await asyncio.gather(sampling, committing)
+
+
 async def test_a_version_does_not_wait_for_rows_that_were_given_up_before_they_began(backend: VllmBackend) -> None:
     await backend.prepare_weights(1, None)
     sampling = asyncio.create_task(collect(backend.generate(ROWS)))
