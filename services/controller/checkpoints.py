@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,18 +40,26 @@ def load(directory: Place) -> Checkpoint:
     Raises:
         DamagedCheckpoint: the directory has no complete checkpoint; Unavailable: it can't be read now.
     """
-    try:
-        content = json.loads((directory / MANIFEST).read())
-        stock = Stock.decode(content.get("stock", {})).without_rows().encode()
-        versions = {role: int(version) for role, version in content["versions"].items()}
-        position = Position(int(content["step"]), int(content["position"]), versions, stock=stock)
-    except (FileNotFoundError, NotADirectoryError):
-        raise DamagedCheckpoint(f"{directory} is no complete checkpoint: it has no {MANIFEST}") from None
-    except OSError as error:
-        raise Unavailable(f"{directory / MANIFEST} can't be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{directory / MANIFEST} is damaged: {error!r}") from None
+    with _readable_now(directory / MANIFEST):
+        try:
+            content = json.loads((directory / MANIFEST).read())
+            stock = Stock.decode(content.get("stock", {})).without_rows().encode()
+            versions = {role: int(version) for role, version in content["versions"].items()}
+            position = Position(int(content["step"]), int(content["position"]), versions, stock=stock)
+        except (FileNotFoundError, NotADirectoryError):
+            raise DamagedCheckpoint(f"{directory} is no complete checkpoint: it has no {MANIFEST}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedCheckpoint(f"{directory / MANIFEST} is damaged: {error!r}") from None
     return Checkpoint(directory, position)
+
+
+@contextlib.contextmanager
+def _readable_now(what: Place) -> Iterator[None]:
+    """Raises Unavailable where a disk or a store does not answer."""
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(f"{what} can't be read: {error}") from error
 
 
 def root_of(config: RunConfig, run: str, directory: Path) -> Place:
@@ -69,10 +77,8 @@ def directories(root: Place) -> list[Place]:
     Raises:
         Unavailable: it can't be read now.
     """
-    try:
+    with _readable_now(root):
         numbered = [(step, name) for name in root.children() if (step := step_of(name)) is not None]
-    except OSError as error:
-        raise Unavailable(f"{root} can't be read: {error}") from error
     return [root / name for _, name in sorted(numbered, reverse=True) if is_complete(root / name)]
 
 
@@ -97,10 +103,8 @@ def is_complete(directory: Place) -> bool:
     Raises:
         Unavailable: it can't be read now.
     """
-    try:
+    with _readable_now(directory / MANIFEST):
         return (directory / MANIFEST).exists()
-    except OSError as error:
-        raise Unavailable(f"{directory / MANIFEST} can't be read: {error}") from error
 
 
 async def stage(session: Session, dispatcher: Dispatcher, position: Position, attempt: int) -> float:
