@@ -28,19 +28,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench.rollout_shapes import SHAPES as ALL_SHAPES
+from bench.rollout_shapes import VOCABULARY
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-SHAPES = {
-    "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "1b": {
-        "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-    },
-    "7b": {
-        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
-    },
-}  # fmt: skip
-VOCABULARY = 32000
+SHAPES = {name: ALL_SHAPES[name] for name in ("tiny", "1b", "7b")}
 MICRO = {("tiny", True): 8, ("tiny", False): 8, ("1b", True): 16, ("1b", False): 8, ("7b", True): 8, ("7b", False): 1}
 """Rows of a micro-batch, by shape and whether activations are recomputed."""
 COLUMNS = ("shape", "ranks", "recompute", "micro", "samples_s", "logprobs_s", "actor_s", "values_s", "critic_s",
